@@ -1,0 +1,239 @@
+"""The chunk environment: what LIBERO and TableTop share, from specs to episode identity.
+
+A step takes a chunk of 32 actions and executes the first ``replan_steps`` of them, so one environment step is one
+decision of the policy. TorchRL's ``MultiAction`` is not used: it loses the reward of a success in the middle of a chunk.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.data import Binary, Bounded, Composite, Unbounded
+from torchrl.envs import EnvBase
+
+from wamrl_torchrl import schema
+
+
+class Outcome(NamedTuple):
+    """What executing a chunk gave, one row per slot; rows of parked slots are ignored."""
+
+    executed: Tensor  # int64 [N], actions executed, at most replan_steps
+    success: Tensor  # bool [N]
+    future_frames: Tensor  # uint8 [N,F,3,H,W], frames at the offsets that were reached, zeros elsewhere
+    sim_states: Tensor | None  # float64 [N,replan_steps+1,D], or None where there is no simulator
+
+
+class ChunkEnv(EnvBase):
+    """Batched environment of N slots with one action chunk per step.
+
+    A slot runs one episode at a time. Which one is said at reset by :data:`wamrl_torchrl.schema.EPISODE_KEYS` in the
+    reset tensordict, each int64 ``[N,1]``; without them the environment deals random episodes from its own seed. A
+    tensordict that merely carries back the ids of the episode that a slot has just run (as after an automatic reset) is
+    an observation and not a request, so the slot is dealt a new episode. ``episode_id`` ``-1`` parks a slot: nothing is
+    simulated, and every step of it is truncated with an empty ``executed_mask`` until it is reset to an episode.
+
+    Subclasses implement :meth:`_start_episodes`, :meth:`_execute`, :meth:`_observe` and :meth:`_draw_episodes`.
+
+    Args:
+        num_envs: slots N; the batch size is ``[N]``.
+
+    Keyword Args:
+        image_size: height and width of the picture (both cameras side by side).
+        replan_steps: actions executed per chunk, 1 to 32.
+        max_episode_steps: an episode is truncated after so many executed actions.
+        frame_offsets: executed actions after which a future frame is returned; increasing, from 1 to ``replan_steps``.
+        sim_state_dim: width D of a stored simulator state, or None for none.
+
+    Raises:
+        ValueError: an option is out of range, or at ``step`` a chunk has the wrong shape or is not finite.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        *,
+        image_size: tuple[int, int],
+        replan_steps: int,
+        max_episode_steps: int,
+        frame_offsets: Sequence[int] = schema.FRAME_OFFSETS,
+        sim_state_dim: int | None = None,
+    ) -> None:
+        if num_envs < 1:
+            raise ValueError(f"num_envs must be at least 1, got {num_envs}")
+        if not 1 <= replan_steps <= schema.CHUNK:
+            raise ValueError(f"replan_steps must lie in 1..{schema.CHUNK} (the chunk), got {replan_steps}")
+        offsets = tuple(frame_offsets)
+        if not all(1 <= o <= replan_steps for o in offsets) or list(offsets) != sorted(set(offsets)):
+            raise ValueError(f"frame_offsets must increase within 1..replan_steps={replan_steps}, got {offsets}")
+        if max_episode_steps < 1:
+            raise ValueError(f"max_episode_steps must be at least 1, got {max_episode_steps}")
+        super().__init__(device="cpu", batch_size=[num_envs])
+        self.num_envs = num_envs
+        self.image_size = tuple(image_size)
+        self.replan_steps = replan_steps
+        self.max_episode_steps = max_episode_steps
+        self.frame_offsets = offsets
+        self._offsets = torch.tensor(offsets, dtype=torch.int64)
+        self._sim_state_dim = sim_state_dim
+        self._episodes = torch.full((num_envs, len(schema.EPISODE_KEYS)), schema.PARKED, dtype=torch.int64)
+        self._steps = torch.zeros(num_envs, dtype=torch.int64)
+        self._chunk_index = torch.zeros(num_envs, dtype=torch.int64)
+        self._next_episode_id = 0
+        self._generator = torch.Generator()
+        self._make_specs()
+        self.set_seed(0)
+
+    # ---- what a subclass provides -------------------------------------------------------------------------------
+    @abc.abstractmethod
+    def _start_episodes(self, slots: Tensor, episodes: Tensor) -> None:
+        """Start ``episodes`` (int64 [M,5], columns of ``EPISODE_KEYS``) in ``slots`` (int64 [M])."""
+
+    @abc.abstractmethod
+    def _execute(self, slots: Tensor, actions: Tensor, limits: Tensor) -> Outcome:
+        """Execute ``actions`` (float32 [M,32,7]) in ``slots``, at most ``limits`` (int64 [M]) each; M rows back."""
+
+    @abc.abstractmethod
+    def _observe(self) -> tuple[Tensor, Tensor]:
+        """Current image uint8 [N,3,H,W] and state float32 [N,8] of all slots, in tensors that later steps leave alone."""
+
+    @abc.abstractmethod
+    def _draw_episodes(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw ``count`` random (task, init state, env seed), int64 [count,3]."""
+
+    # ---- specs --------------------------------------------------------------------------------------------------
+    def _make_specs(self) -> None:
+        batch, (height, width) = (self.num_envs,), self.image_size
+        ids = {
+            key: Unbounded((*batch, 1), dtype=torch.int64) for key in (*schema.EPISODE_KEYS, schema.CHUNK_INDEX)
+        }
+        frames = (*batch, len(self.frame_offsets), 3, height, width)
+        observation = Composite(
+            observation=Composite(
+                image=Bounded(0, 255, (*batch, 3, height, width), dtype=torch.uint8),
+                state=Unbounded((*batch, schema.STATE_DIM), dtype=torch.float32),
+                shape=batch,
+            ),
+            **ids,
+            **{
+                schema.FUTURE_FRAMES: Bounded(0, 255, frames, dtype=torch.uint8),
+                schema.FUTURE_MASK: Binary(shape=(*batch, len(self.frame_offsets)), dtype=torch.bool),
+                schema.EXECUTED_MASK: Binary(shape=(*batch, schema.CHUNK), dtype=torch.bool),
+                schema.SUCCESS: Binary(shape=(*batch, 1), dtype=torch.bool),
+            },
+            shape=batch,
+        )
+        if self._sim_state_dim is not None:
+            shape = (*batch, self.replan_steps + 1, self._sim_state_dim)
+            observation[schema.SIM_STATES] = Unbounded(shape, dtype=torch.float64)
+        self.observation_spec = observation
+        # The ids are state as well: a wrapper such as TransformedEnv forwards to reset only what the state spec names.
+        self.state_spec = Composite({key: ids[key].clone() for key in schema.EPISODE_KEYS}, shape=batch)
+        self.action_spec = Bounded(-1.0, 1.0, (*batch, schema.CHUNK, schema.ACTION_DIM), dtype=torch.float32)
+        self.reward_spec = Composite(
+            {key: Unbounded((*batch, 1), dtype=torch.float32) for key in ("reward", schema.REWARD_TASK)}, shape=batch
+        )
+        done = {key: Binary(shape=(*batch, 1), dtype=torch.bool) for key in ("done", "terminated", "truncated")}
+        self.done_spec = Composite(done, shape=batch)
+
+    def _set_seed(self, seed: int | None) -> None:
+        self._generator.manual_seed(0 if seed is None else seed)
+
+    # ---- episodes -----------------------------------------------------------------------------------------------
+    @property
+    def parked(self) -> Tensor:
+        """Bool [N]: slots that run no episode."""
+        return self._episodes[:, -1] == schema.PARKED
+
+    def _requested_episodes(self, tensordict: TensorDictBase | None, slots: Tensor) -> Tensor:
+        """Episodes to start in ``slots``: those asked for, else freshly dealt ones; int64 [M,5]."""
+        have = [] if tensordict is None else [key for key in schema.EPISODE_KEYS if key in tensordict.keys()]
+        columns = [schema.EPISODE_KEYS.index(key) for key in have]
+        dealt = torch.empty(len(slots), len(schema.EPISODE_KEYS), dtype=torch.int64)
+        dealt[:, :3] = self._draw_episodes(len(slots), self._generator)
+        # A dealt episode is a group of its own.
+        dealt[:, 3:] = (self._next_episode_id + torch.arange(len(slots)))[:, None]
+        self._next_episode_id += len(slots)
+        if tensordict is None or not have:
+            return dealt
+        asked = torch.stack([tensordict.get(key).reshape(self.num_envs) for key in have], -1)[slots]
+        is_echo = (asked == self._episodes[slots][:, columns]).all(-1, keepdim=True)
+        is_echo &= torch.tensor(schema.EPISODE_ID in have)
+        dealt[:, columns] = torch.where(is_echo, dealt[:, columns], asked)
+        return dealt
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs) -> TensorDictBase:
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        mask = torch.ones(self.num_envs, dtype=torch.bool) if mask is None else mask.reshape(self.num_envs)
+        slots = mask.nonzero().squeeze(-1)
+        episodes = self._requested_episodes(tensordict, slots)
+        self._episodes[slots] = episodes
+        self._steps[slots] = 0
+        self._chunk_index[slots] = 0
+        busy = episodes[:, -1] != schema.PARKED
+        self._start_episodes(slots[busy], episodes[busy])
+        out = self.observation_spec.zero()
+        out.update(self._observation())
+        return out.update(self.done_spec.zero())
+
+    def _observation(self) -> TensorDict:
+        image, state = self._observe()
+        out = TensorDict({"observation": TensorDict({"image": image, "state": state}, batch_size=self.batch_size)})
+        for column, key in enumerate(schema.EPISODE_KEYS):
+            out.set(key, self._episodes[:, column : column + 1].clone())
+        out.set(schema.CHUNK_INDEX, self._chunk_index[:, None].clone())
+        return out.auto_batch_size_(1)
+
+    # ---- one macro-step -----------------------------------------------------------------------------------------
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        actions = tensordict.get(self.action_key)
+        self._check_actions(actions)
+        busy = ~self.parked
+        slots = busy.nonzero().squeeze(-1)
+        limits = (self.max_episode_steps - self._steps[slots]).clamp(max=self.replan_steps)
+        outcome = self._execute(slots, actions[slots], limits)
+
+        executed = torch.zeros(self.num_envs, dtype=torch.int64)
+        success = torch.zeros(self.num_envs, dtype=torch.bool)
+        executed[slots] = outcome.executed
+        success[slots] = outcome.success
+        self._steps += executed
+        self._chunk_index[slots] += 1
+        truncated = ~busy | (~success & (self._steps >= self.max_episode_steps))
+
+        future_frames = outcome.future_frames
+        if len(slots) < self.num_envs:
+            future_frames = torch.zeros((self.num_envs, *future_frames.shape[1:]), dtype=torch.uint8)
+            future_frames[slots] = outcome.future_frames
+        out = self._observation()
+        reward = success[:, None].float()
+        out.update({
+            schema.FUTURE_FRAMES: future_frames,
+            schema.FUTURE_MASK: executed[:, None] >= self._offsets,
+            schema.EXECUTED_MASK: torch.arange(schema.CHUNK) < executed[:, None],
+            schema.SUCCESS: success[:, None],
+            schema.REWARD_TASK: reward,
+            "reward": reward.clone(),
+            "terminated": success[:, None].clone(),
+            "truncated": truncated[:, None],
+            "done": (success | truncated)[:, None],
+        })  # fmt: skip
+        if outcome.sim_states is not None:
+            states = torch.zeros((self.num_envs, *outcome.sim_states.shape[1:]), dtype=torch.float64)
+            states[slots] = outcome.sim_states
+            out.set(schema.SIM_STATES, states)
+        return out
+
+    def _check_actions(self, actions: Tensor) -> None:
+        want = (self.num_envs, schema.CHUNK, schema.ACTION_DIM)
+        if tuple(actions.shape) != want:
+            raise ValueError(f"{self.action_key!r} must have shape {want}, found {tuple(actions.shape)}")
+        finite = torch.isfinite(actions).flatten(1).all(-1)
+        if not bool(finite.all()):
+            slot = int((~finite).nonzero()[0])
+            ids = dict(zip(schema.EPISODE_KEYS, self._episodes[slot].tolist(), strict=True))
+            raise ValueError(f"{self.action_key!r} holds NaN or infinite values in slot {slot} ({ids})")
