@@ -1,0 +1,265 @@
+"""FastWAM: a world-action model that predicts video and action chunks from one picture, text and proprioception."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from wamrl_torchrl import schema
+from wamrl_torchrl.modules.fastwam.codec import Codec
+from wamrl_torchrl.modules.fastwam.config import FastWAMConfig
+from wamrl_torchrl.modules.fastwam.context import ContextBank
+from wamrl_torchrl.modules.fastwam.dit import KeyValue
+from wamrl_torchrl.modules.fastwam.mot import MixtureOfTransformers
+from wamrl_torchrl.modules.fastwam.schedule import TIME_SCALE, build_schedule, shift_sigma, training_weight
+
+
+class Condition(NamedTuple):
+    """All that the action expert reads while it denoises one chunk; constant over its steps."""
+
+    video: list[KeyValue]  # per layer, keys and values of the video tokens
+    text: list[KeyValue]  # per layer, cross-attention keys and values of the action expert
+
+
+class FlowNoise(NamedTuple):
+    """Random part of a training example: time on the flow and the noise to mix in."""
+
+    sigma: Tensor  # [B] in [0, 1]
+    noise: Tensor  # as the data
+
+    def mix(self, data: Tensor) -> tuple[Tensor, Tensor]:
+        """Noisy data and target velocity, both as ``data``."""
+        sigma = self.sigma.view(-1, *[1] * (data.ndim - 1))
+        return (1 - sigma) * data + sigma * self.noise, self.noise - data
+
+
+def draw_flow_noise(data: Tensor, shift: float, generator: torch.Generator | None = None) -> FlowNoise:
+    """Draw ``sigma = shift(u)``, ``u`` uniform, and Gaussian noise for ``data`` [B,...]."""
+    u = torch.rand(len(data), generator=generator, device=data.device)
+    noise = torch.randn(data.shape, generator=generator, device=data.device)
+    return FlowNoise(shift_sigma(u, shift), noise)
+
+
+def _masked_mean(values: Tensor, is_pad: Tensor | None) -> Tensor:
+    """Mean over the last dim of ``values`` [B,T] without padded entries; 0 for a row that is all padding."""
+    if is_pad is None:
+        return values.mean(-1)
+    valid = (~is_pad).to(values.dtype)
+    return (values * valid).sum(-1) / valid.sum(-1).clamp(min=1)
+
+
+class FastWAM(nn.Module):
+    """The world-action model with its codec and text contexts.
+
+    Args:
+        config: sizes and schedules.
+        codec: frames to latents and back.
+        contexts: text contexts by ``task_id``.
+
+    The trained part is ``mot`` and ``proprio_encoder``, under the parameter names of the released checkpoints. A
+    *state* below is a tensordict with ``("observation","image")`` uint8 [B,3,H,W], ``("observation","proprio")``
+    float32 [B,8] normalised, and ``task_id`` int64 [B,1].
+    """
+
+    def __init__(self, config: FastWAMConfig, codec: Codec, contexts: ContextBank) -> None:
+        super().__init__()
+        self.config = config
+        self.mot = MixtureOfTransformers(config)
+        self.proprio_encoder = nn.Linear(config.proprio_dim, config.video.text_dim)
+        self.codec = codec
+        self.contexts = contexts
+
+    @property
+    def chunk_shape(self) -> tuple[int, int]:
+        """Shape (actions, action dim) of a chunk."""
+        return self.config.chunk, self.config.action_dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights; inputs are cast to it once, outputs back to fp32 once."""
+        return self.proprio_encoder.weight.dtype
+
+    # ---- inputs -------------------------------------------------------------------------------------------------
+    def context(self, state: TensorDictBase) -> Tensor:
+        """Text context with the proprioception token after it, [B,L+1,text_dim]."""
+        return self.append_proprio(self.contexts(state.get(schema.TASK_ID)), state.get(schema.PROPRIO))
+
+    def append_proprio(self, text: Tensor, proprio: Tensor) -> Tensor:
+        """Append the token of ``proprio`` [B,8] to a text context [B,L,text_dim]."""
+        token = self.proprio_encoder(proprio.to(self.dtype))
+        return torch.cat((text.to(self.dtype), token[:, None]), 1)
+
+    def encode_image(self, state: TensorDictBase) -> Tensor:
+        """First-frame latents [B,C,1,h,w] of the state's picture."""
+        return self.codec.encode(state.get(schema.IMAGE).unsqueeze(2)).to(self.dtype)
+
+    # ---- acting -------------------------------------------------------------------------------------------------
+    def condition(self, state: TensorDictBase) -> Condition:
+        """Prepare the caches for acting on ``state`` in first-frame mode.
+
+        Gradients reach the action expert's text path. The video expert is a fixed feature extractor here: its caches
+        are computed without gradient, as flow-PPO trains the action expert only.
+        """
+        with torch.no_grad():
+            context = self.context(state)
+            text = self.mot.video.text_cache(context)
+            video = self.mot.first_frame_cache(self.encode_image(state), text)
+        return Condition(video, self.mot.action.text_cache(context))
+
+    def action_velocity(self, actions: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
+        """Velocity fp32 [B,T,A] at noisy normalised ``actions`` [B,T,A] and ``sigma`` [B]."""
+        return self.mot.action.velocity(actions, TIME_SCALE * sigma, condition.text, condition.video).float()
+
+    # ---- imagining ----------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def imagine(self, state: TensorDictBase, noise: Tensor, *, num_steps: int = 10) -> Tensor:
+        """Denoise the future of ``state`` by Euler steps of the video expert.
+
+        Args:
+            state: batch of states.
+            noise: Gaussian noise fp32 [B,C,F,h,w] for the F future latent frames.
+
+        Keyword Args:
+            num_steps: steps on the schedule with the model's ``video_shift``.
+
+        Returns:
+            latents fp32 [B,C,1+F,h,w] whose frame 0 is the clean picture.
+        """
+        first = self.encode_image(state)
+        return self.imagine_latents(first, self.context(state), noise, num_steps=num_steps)
+
+    def imagine_latents(self, first: Tensor, context: Tensor, noise: Tensor, *, num_steps: int) -> Tensor:
+        """As :meth:`imagine`, from first-frame latents [B,C,1,h,w] and a context."""
+        text = self.mot.video.text_cache(context)
+        # Frame 0 stays clean and sees only itself, so its cache serves every step exactly.
+        first_cache = self.mot.first_frame_cache(first, text)
+        schedule = build_schedule(num_steps, self.config.video_shift, device=noise.device)
+        x = noise
+        for time, delta in zip(schedule.timesteps, schedule.deltas, strict=True):
+            velocity = self.mot.video_velocity(x.to(self.dtype), time.expand(len(x)), text, first_cache)
+            x = x + delta * velocity.float()
+        return torch.cat((first.float(), x), 2)
+
+    def decode_frames(self, latents: Tensor, steps: tuple[int, ...]) -> Tensor:
+        """Pictures fp32 [B,len(steps),3,H,W] in [-1,1] at action ``steps`` (multiples of 4), from ``latents``.
+
+        Only the latent frames up to the last wanted step are decoded.
+
+        Raises:
+            ValueError: a step is no multiple of the video stride or lies beyond the latents.
+        """
+        frames = [step // schema.VIDEO_STRIDE for step in steps]
+        last = max(frames)
+        if any(step % schema.VIDEO_STRIDE for step in steps) or last > 4 * (latents.shape[2] - 1):
+            raise ValueError(f"imagined frames exist at every {schema.VIDEO_STRIDE}th action, cannot give {steps}")
+        video = self.codec.decode(latents[:, :, : 1 + -(-last // 4)])
+        return video[:, :, frames].transpose(1, 2)
+
+    # ---- training -----------------------------------------------------------------------------------------------
+    def video_loss(
+        self, latents: Tensor, context: Tensor, flow: FlowNoise, *, image_is_pad: Tensor | None = None
+    ) -> Tensor:
+        """Flow-matching loss [B] of the video expert on latents [B,C,F,h,w] of 1+4n frames.
+
+        Args:
+            latents: clean latents; frame 0 is given and carries no loss.
+            context: context [B,L,text_dim].
+            flow: time and noise; the noise is [B,C,F,h,w] and its frame 0 is not used.
+
+        Keyword Args:
+            image_is_pad: bool [B,1+4n]; a latent frame is padding if all its four frames are.
+        """
+        text = self.mot.video.text_cache(context)
+        first_cache = self.mot.first_frame_cache(latents[:, :, :1], text)
+        return self._video_loss(latents, text, first_cache, flow, image_is_pad)
+
+    def _video_loss(
+        self,
+        latents: Tensor,
+        text: list[KeyValue],
+        first_cache: list[KeyValue],
+        flow: FlowNoise,
+        image_is_pad: Tensor | None,
+    ) -> Tensor:
+        noisy, target = FlowNoise(flow.sigma, flow.noise[:, :, 1:]).mix(latents[:, :, 1:])
+        velocity = self.mot.video_velocity(noisy.to(self.dtype), TIME_SCALE * flow.sigma, text, first_cache)
+        error = F.mse_loss(velocity.float(), target.float(), reduction="none").mean((1, 3, 4))
+        pad = None if image_is_pad is None else image_is_pad[:, 1:].unflatten(1, (-1, 4)).all(-1)
+        return _masked_mean(error, pad) * training_weight(flow.sigma, self.config.video_shift)
+
+    def _action_loss(
+        self,
+        actions: Tensor,
+        context: Tensor,
+        cache: list[KeyValue],
+        flow: FlowNoise,
+        action_is_pad: Tensor | None,
+    ) -> Tensor:
+        noisy, target = flow.mix(actions)
+        condition = Condition(cache, self.mot.action.text_cache(context))
+        error = (self.action_velocity(noisy, flow.sigma, condition) - target).square().mean(-1)
+        return _masked_mean(error, action_is_pad) * training_weight(flow.sigma, self.config.action_shift)
+
+    def action_loss(
+        self, first: Tensor, context: Tensor, actions: Tensor, flow: FlowNoise, *, action_is_pad: Tensor | None = None
+    ) -> Tensor:
+        """Flow-matching loss [B] of the action chunk on first-frame latents [B,C,1,h,w]; trains both experts.
+
+        Args:
+            first: clean first-frame latents.
+            context: context [B,L,text_dim].
+            actions: normalised actions [B,T,A].
+            flow: time and noise of the actions.
+
+        Keyword Args:
+            action_is_pad: bool [B,T].
+        """
+        text = self.mot.video.text_cache(context)
+        return self._action_loss(actions, context, self.mot.first_frame_cache(first, text), flow, action_is_pad)
+
+    def training_loss(
+        self,
+        latents: Tensor,
+        context: Tensor,
+        actions: Tensor,
+        *,
+        video_flow: FlowNoise,
+        action_flow: FlowNoise,
+        image_is_pad: Tensor | None = None,
+        action_is_pad: Tensor | None = None,
+        sees_full_video: bool = False,
+        lambda_video: float = 1.0,
+        lambda_action: float = 1.0,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """FastWAM's joint loss: weighted sum of video and action flow-matching losses.
+
+        Args:
+            latents: clean latents [B,C,F,h,w].
+            context: context [B,L,text_dim].
+            actions: normalised actions [B,T,A].
+
+        Keyword Args:
+            video_flow: time and noise of the video.
+            action_flow: time and noise of the actions.
+            image_is_pad: bool [B,1+4(F-1)].
+            action_is_pad: bool [B,T].
+            sees_full_video: condition the actions on the whole clean video (teacher-forced inverse dynamics) instead
+                of on its first frame.
+            lambda_video: weight of the video loss.
+            lambda_action: weight of the action loss.
+
+        Returns:
+            the scalar loss, and the scalars ``loss_video`` and ``loss_action``.
+        """
+        text = self.mot.video.text_cache(context)
+        cache = self.mot.first_frame_cache(latents[:, :, :1], text)
+        loss_video = self._video_loss(latents, text, cache, video_flow, image_is_pad).mean()
+        if sees_full_video:
+            cache = self.mot.full_video_cache(latents[:, :, 1:], text, cache)
+        loss_action = self._action_loss(actions, context, cache, action_flow, action_is_pad).mean()
+        loss = lambda_video * loss_video + lambda_action * loss_action
+        return loss, {"loss_video": loss_video, "loss_action": loss_action}
