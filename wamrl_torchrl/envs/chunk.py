@@ -35,7 +35,8 @@ class ChunkEnv(EnvBase):
     reset tensordict, each int64 ``[N,1]``; without them the environment deals random episodes from its own seed. A
     tensordict that merely carries back the ids of the episode that a slot has just run (as after an automatic reset) is
     an observation and not a request, so the slot is dealt a new episode. ``episode_id`` ``-1`` parks a slot: nothing is
-    simulated, and every step of it is truncated with an empty ``executed_mask`` until it is reset to an episode.
+    simulated, and every step of it is truncated with an empty ``executed_mask`` until it is reset to an episode; an
+    automatic reset leaves it parked.
 
     Subclasses implement :meth:`_start_episodes`, :meth:`_execute`, :meth:`_observe` and :meth:`_draw_episodes`.
 
@@ -74,7 +75,8 @@ class ChunkEnv(EnvBase):
             raise ValueError(f"max_episode_steps must be at least 1, got {max_episode_steps}")
         super().__init__(device="cpu", batch_size=[num_envs])
         self.num_envs = num_envs
-        self.image_size = tuple(image_size)
+        height, width = image_size
+        self.image_size = (height, width)
         self.replan_steps = replan_steps
         self.max_episode_steps = max_episode_steps
         self.frame_offsets = offsets
@@ -162,7 +164,7 @@ class ChunkEnv(EnvBase):
             return dealt
         asked = torch.stack([tensordict.get(key).reshape(self.num_envs) for key in have], -1)[slots]
         is_echo = (asked == self._episodes[slots][:, columns]).all(-1, keepdim=True)
-        is_echo &= torch.tensor(schema.EPISODE_ID in have)
+        is_echo &= torch.tensor(schema.EPISODE_ID in have) & ~self.parked[slots, None]
         dealt[:, columns] = torch.where(is_echo, dealt[:, columns], asked)
         return dealt
 
