@@ -1,0 +1,142 @@
+"""A scripted expert for the table top, and its demonstrations."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from wamrl_torchrl.envs import tabletop_world as world
+from wamrl_torchrl.envs.tabletop_render import render
+from wamrl_torchrl.schema import ACTION_DIM
+
+HOVER = 0.08  # tip height on the way to an object or a goal
+ALIGNED = 0.004  # horizontal error, per axis, below which the gripper acts on the object
+NEAR = 0.012  # horizontal error, per axis, below which it goes down
+CLEARANCE = 0.002  # height error below which it closes, or lets go
+NOISE_MEMORY = 0.8  # correlation of the noise between two actions
+NOISE_AT_CONTACT = 0.3  # factor on the noise near the object and near the goal, where it would only spoil the demo
+
+
+def _aim(states: Tensor, task_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the tip should come to act, float64 [M,3]; its horizontal error, [M]; does it hold the object, bool [M]."""
+    tip, item = states[:, world.POSITION], world.target_object(states, task_ids)
+    goal = torch.nn.functional.pad(world.target_goal(states, task_ids), (0, 1), value=world.OBJECT_HALF)
+    holds = states[:, world.HELD] == (task_ids // len(world.GOALS)).double()
+    # A held object hangs off-centre in the grip by up to the grasp tolerance: the object is what must reach the goal.
+    aim = torch.where(holds[:, None], tip + goal - item, item)
+    return aim, (aim - tip)[:, :2].abs().amax(-1), holds
+
+
+def expert_action(states: Tensor, task_ids: Tensor) -> Tensor:
+    """The expert's action, a function of the present state alone, so that it recovers from any error.
+
+    Args:
+        states: float64 [M, STATE_DIM].
+        task_ids: int64 [M].
+
+    Returns:
+        Float32 [M,7]: over the object, down, close, up, over the goal, down, open.
+    """
+    tip = states[:, world.POSITION]
+    aim, error, holds = _aim(states, task_ids)
+    below = aim[:, 2] - tip[:, 2]
+    delta = aim - tip
+    delta[:, 2] = torch.where(error <= NEAR, below, HOVER - tip[:, 2])
+    # Settle over the spot before going down.
+    delta[:, 2] = torch.where((error > ALIGNED) & (error <= NEAR), delta[:, 2].clamp(min=0.0), delta[:, 2])
+    # Lift before travelling, lest the block be dragged through the others.
+    low = holds & (error > NEAR) & (tip[:, 2] < HOVER - world.POSITION_STEP)
+    delta[:, :2] = torch.where(low[:, None], 0.0, delta[:, :2])
+
+    arrived = (error <= ALIGNED) & (below.abs() <= CLEARANCE)
+    # Fingers that met nothing open again until they can meet something; a wrong object is let go.
+    closes = torch.where(holds, ~arrived, arrived & (states[:, world.WIDTH] > world.OBJECT_HALF))
+    closes &= holds | (states[:, world.HELD] < 0)
+    actions = torch.zeros(len(states), ACTION_DIM, dtype=torch.float64)
+    actions[:, :3] = (delta / world.POSITION_STEP).clamp(-1.0, 1.0)
+    actions[:, 6] = torch.where(closes, 1.0, -1.0)
+    return actions.float()
+
+
+def demonstrate(
+    episodes: Tensor,
+    initial_states: Tensor,
+    *,
+    max_episode_steps: int,
+    image_size: tuple[int, int],
+    noise: float = 0.0,
+    seed: int = 0,
+    frame_stride: int = 4,
+    render_frames: bool = True,
+) -> list[TensorDict]:
+    """Run the expert until it succeeds or the horizon ends.
+
+    Args:
+        episodes: int64 [M,5], columns of ``schema.EPISODE_KEYS``.
+        initial_states: float64 [M, STATE_DIM].
+
+    Keyword Args:
+        max_episode_steps: horizon in actions.
+        image_size: height and width of the frames.
+        noise: standard deviation of the noise added to the executed position deltas, in units of an action.
+        seed: of the noise; an episode's noise depends on it and on the episode's five ids alone.
+        frame_stride: actions between two frames.
+        render_frames: leave ``frames`` out when false.
+
+    Returns:
+        One TensorDict (batch size ``[]``) per episode of T actions: ``frames`` uint8 [F,3,H,W] after 0, stride, ...
+        actions; ``states`` float32 [T+1,8]; ``actions`` float32 [T,7], the expert's choice in every state;
+        ``executed_actions`` float32 [T,7], with the noise; ``sim_states`` float64 [T+1,D]; ``task_id``,
+        ``init_state_id``, ``env_seed`` int64 [1]; ``success`` bool [1].
+
+    Raises:
+        ValueError: ``noise`` is negative or ``frame_stride`` less than 1.
+    """
+    if noise < 0:
+        raise ValueError(f"noise must not be negative, got {noise}")
+    if frame_stride < 1:
+        raise ValueError(f"frame_stride must be at least 1, got {frame_stride}")
+    count, task_ids = len(episodes), episodes[:, 0]
+    state, success = initial_states, torch.zeros(count, dtype=torch.bool)
+    lengths = torch.zeros(count, dtype=torch.int64)
+    drift = torch.zeros(count, 3, dtype=torch.float64)
+    keys = [column[:, None] for column in episodes.unbind(-1)]
+    trail, chosen, executed = [state], [], []
+    for step in range(max_episode_steps):
+        action = expert_action(state, task_ids)
+        # Uniform innovations whose stationary standard deviation is `noise`.
+        pulse = 2 * world.uniform_hash(torch.tensor(seed), *keys, torch.arange(3 * step, 3 * step + 3)) - 1
+        drift = NOISE_MEMORY * drift + (3 * (1 - NOISE_MEMORY**2)) ** 0.5 * noise * pulse
+        near = _aim(state, task_ids)[1][:, None] <= NEAR
+        taken = action.clone()
+        taken[:, :3] = (action[:, :3] + torch.where(near, NOISE_AT_CONTACT * drift, drift).float()).clamp(-1.0, 1.0)
+        state = torch.where(success[:, None], state, world.advance(state, taken))
+        lengths += ~success
+        success = success | world.succeeded(state, task_ids)
+        trail.append(state)
+        chosen.append(action)
+        executed.append(taken)
+        if bool(success.all()):
+            break
+    sim_states, actions, executed_actions = torch.stack(trail, 1), torch.stack(chosen, 1), torch.stack(executed, 1)
+    proprioception = world.proprioception(sim_states)
+    demos = []
+    for row, length in enumerate(lengths.tolist()):
+        demo = TensorDict({
+            "states": proprioception[row, : length + 1].clone(),
+            "actions": actions[row, :length].clone(),
+            "executed_actions": executed_actions[row, :length].clone(),
+            "sim_states": sim_states[row, : length + 1].clone(),
+            "task_id": episodes[row, 0:1].clone(),
+            "init_state_id": episodes[row, 1:2].clone(),
+            "env_seed": episodes[row, 2:3].clone(),
+            "success": success[row : row + 1].clone(),
+        })  # fmt: skip
+        demos.append(demo)
+    if render_frames and demos:
+        shown = [demo["sim_states"][::frame_stride] for demo in demos]
+        frames = render(torch.cat(shown), image_size).split([len(states) for states in shown])
+        for demo, clip in zip(demos, frames, strict=True):
+            demo["frames"] = clip.clone()
+    return demos
