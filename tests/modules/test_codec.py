@@ -92,6 +92,12 @@ class TestContract:
             decoded = codec.decode(latents)
         assert torch.equal(decoded, codec.decode(latents))
 
+    def test_casting_its_owner_does_not_lower_the_precision(self, codec):
+        frames = noise()
+        owner = torch.nn.Sequential(TinyCodec()).bfloat16()
+        assert torch.equal(owner[0].encode(frames), codec.encode(frames))
+        assert owner.to("meta")[0].encode(frames.to("meta")).shape == codec.encode(frames).shape
+
     def test_bfloat16_latents_decode_in_float32(self, codec):
         latents = codec.encode(noise()).bfloat16()
         assert torch.equal(codec.decode(latents), codec.decode(latents.float()))

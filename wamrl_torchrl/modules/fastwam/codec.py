@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -142,6 +142,11 @@ def _dct(size: int) -> Tensor:
     return matrix
 
 
+def _full_precision(values: Tensor) -> torch.autocast:
+    """Context without autocast for the device of ``values``."""
+    return torch.autocast("cuda" if values.is_cuda else "cpu", enabled=False)
+
+
 class _BlockTransform(nn.Module):
     """Orthonormal transform of ``frames x 16 x 16`` blocks to the standardised coefficients that the tables list."""
 
@@ -166,19 +171,22 @@ class _BlockTransform(nn.Module):
         for name, value in (("atoms", basis), ("offset", basis @ mean), ("scale", torch.tensor(scale))):
             self.register_buffer(name, value.float(), persistent=False)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _BlockTransform:
+        # Moved with the model that owns the codec, but float32 when that is cast.
+        return super()._apply(lambda buffer: buffer.to(fn(buffer).device), recurse)
+
     def analyse(self, frames: Tensor) -> Tensor:
         """[B,3,G*t,H,W] -> float32 [B,48,G,H/16,W/16]."""
         size = Codec.spatial_stride
         blocks = frames.unflatten(4, (-1, size)).unflatten(3, (-1, size)).unflatten(2, (-1, self.frames))
         blocks = blocks.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4)
         blocks = blocks.float() / 127.5 - 1 if frames.dtype == torch.uint8 else blocks.float()
-        latents = (blocks @ self.atoms.float().mT - self.offset) / self.scale
-        return latents.permute(0, 4, 1, 2, 3).float()
+        return ((blocks @ self.atoms.mT - self.offset) / self.scale).permute(0, 4, 1, 2, 3)
 
     def synthesise(self, latents: Tensor) -> Tensor:
         """[B,48,G,h,w] -> float32 [B,3,G*t,16h,16w]."""
         size = Codec.spatial_stride
-        blocks = (latents.permute(0, 2, 3, 4, 1).float() * self.scale + self.offset) @ self.atoms.float()
+        blocks = (latents.permute(0, 2, 3, 4, 1).float() * self.scale + self.offset) @ self.atoms
         blocks = blocks.unflatten(-1, (3, self.frames, size, size)).permute(0, 4, 1, 5, 2, 6, 3, 7)
         return blocks.flatten(6).flatten(4, 5).flatten(2, 3)
 
@@ -189,7 +197,7 @@ class TinyCodec(Codec):
     A frame is cut into 16 x 16 blocks of three opponent colour planes; the first frame keeps 36 + 6 + 6 coefficients of
     each block, a group of four frames 38 + 5 + 5 of their temporal and spatial transform. On rendered LIBERO scenes at
     224 x 448 the first frame comes back at 30 to 33 dB and the groups, with a moving arm, at 25 to 28 dB.
-    The transform runs in float32 under autocast too. It has no state to save.
+    The transform runs in float32, also under autocast and in a model that was cast. It has no state to save.
     """
 
     def __init__(self) -> None:
@@ -198,14 +206,14 @@ class TinyCodec(Codec):
         self.group = _BlockTransform(_LUMA_GROUP, _COLOUR_GROUP)
 
     def _encode(self, frames: Tensor) -> Tensor:
-        with torch.autocast(frames.device.type, enabled=False):
+        with _full_precision(frames):
             latents = [self.first.analyse(frames[:, :, :1])]
             if frames.shape[2] > 1:
                 latents.append(self.group.analyse(frames[:, :, 1:]))
             return torch.cat(latents, 2)
 
     def _decode(self, latents: Tensor) -> Tensor:
-        with torch.autocast(latents.device.type, enabled=False):
+        with _full_precision(latents):
             frames = [self.first.synthesise(latents[:, :, :1])]
             if latents.shape[2] > 1:
                 frames.append(self.group.synthesise(latents[:, :, 1:]))
