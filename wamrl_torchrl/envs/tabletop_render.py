@@ -7,6 +7,8 @@ over pixels or over the batch: a picture is bit for bit the same whatever is pai
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -51,6 +53,12 @@ def render(states: Tensor, image_size: tuple[int, int]) -> Tensor:
     return pictures
 
 
+#: Maps offsets from the centre, du [M,1,Q] and dv [M,P,1], to weights [M,P,Q] and colours [M,3,P,Q] or [M,3,1,1].
+Shape = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+#: Maps du, dv, a half-width [M,1,1] and the width of the soft edge to weights [M,P,Q].
+Sprite = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+
+
 class _View:
     """Columns ``left .. left + width`` of ``pictures``; coordinates ``u`` (right) and ``v`` (down) run from -1 to 1."""
 
@@ -72,21 +80,19 @@ class _View:
         shade = (rows + columns).mul_(inside[:, None]).add_(floor + 0.5)
         self.pictures[..., self.left : self.left + self.width] = shade.to(torch.uint8)
 
-    def paint(self, shape, which: Tensor, u: Tensor, v: Tensor, radius: float) -> None:
-        """Paint a sprite at (u, v) [M] in pictures ``which`` [M].
-
-        ``shape`` maps the offsets from its centre, du [M,1,Q] and dv [M,P,1], to weights [M,P,Q] and colours
-        [M,3,P,Q] or [M,3,1,1]; it must vanish beyond ``radius``.
-        """
-        rows, dv = _window(v, radius, self.height)
-        columns, du = _window(u, radius, self.width)
+    def paint(self, shape: Shape, which: Tensor, u: Tensor, v: Tensor, reach_u: float, reach_v: float) -> None:
+        """Paint a sprite at (u, v) [M] in pictures ``which`` [M]; it must vanish beyond the reach from its centre."""
+        rows, dv = _window(v, reach_v, self.height)
+        columns, du = _window(u, reach_u, self.width)
         alpha, colour = shape(du[:, None, :], dv[:, :, None])
         batch, channel, row, _ = self.pictures.stride()
         corner = (which * batch + self.left)[:, None, None] + (rows * row)[:, :, None] + columns[:, None, :]
         index = (corner[:, None] + (torch.arange(3) * channel)[:, None, None]).view(-1)
         pixels = self.pictures.view(-1)
-        under = pixels[index].view(len(which), 3, *alpha.shape[1:]).float()
-        pixels[index] = (colour - under).mul_(alpha[:, None]).add_(under).add_(0.5).to(torch.uint8).view(-1)
+        # index_select and scatter_ cost a quarter of reading and writing by `pixels[index]`.
+        under = pixels.index_select(0, index).view(len(which), 3, *alpha.shape[1:]).float()
+        blend = (colour - under).mul_(alpha[:, None]).add_(under).add_(0.5)
+        pixels.scatter_(0, index, blend.to(torch.uint8).view(-1))
 
 
 def _colour(rgb: tuple[float, ...]) -> Tensor:
@@ -97,9 +103,9 @@ def _centres(pixels: int) -> Tensor:
     return (torch.arange(pixels) + 0.5) * (2 / pixels) - 1
 
 
-def _window(centre: Tensor, radius: float, pixels: int) -> tuple[Tensor, Tensor]:
+def _window(centre: Tensor, reach: float, pixels: int) -> tuple[Tensor, Tensor]:
     """Indices int64 [M,P] of the pixels around ``centre`` [M], kept within the view, and their offsets from it."""
-    span = min(int(radius * pixels) + 3, pixels)
+    span = min(int(reach * pixels) + 3, pixels)
     first = ((centre + 1) * (0.5 * pixels) - 0.5 * span).round().clamp(0, pixels - span)
     index = first[:, None] + torch.arange(span)
     return index.long(), (index + 0.5) * (2 / pixels) - 1 - centre[:, None]
@@ -141,6 +147,7 @@ def _goals(states: Tensor) -> list[tuple[Tensor, Tensor]]:
 def _paint_agent_view(view: _View, states: Tensor) -> None:
     everywhere = torch.arange(len(states))
     soft, scale = view.edge, 1 / VIEW_HALF
+    largest = scale * (1 + GROWTH * (world.WORKSPACE_HIGH[2] + world.OBJECT_HALF))
     view.fill(torch.tensor([VIEW_SHIFT * VIEW_HALF]), torch.zeros(1), torch.tensor([VIEW_HALF]))
 
     def project(x: Tensor, y: Tensor, z: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -152,7 +159,7 @@ def _paint_agent_view(view: _View, states: Tensor) -> None:
         def plate(du: Tensor, dv: Tensor, colour: Tensor = colour) -> tuple[Tensor, Tensor]:
             return _disc(du, dv, radius, soft), _rimmed(colour, _disc(du, dv, RIM * radius, soft))
 
-        view.paint(plate, everywhere, *project(xy[:, 0], xy[:, 1], 0.0), float(radius))
+        view.paint(plate, everywhere, *project(xy[:, 0], xy[:, 1], 0.0), float(radius), float(radius))
 
     x, y, z = states[:, world.POSITION].unbind(-1)
     shade = _colour(SHADOW)[None, :, None, None]
@@ -160,7 +167,8 @@ def _paint_agent_view(view: _View, states: Tensor) -> None:
     def shadow(du: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         return 0.6 * _disc(du, dv, torch.tensor(0.022 * scale), 2 * soft), shade
 
-    view.paint(shadow, everywhere, *project(x, y, 0.0), 0.025 * scale + soft)
+    reach = 0.022 * scale + soft
+    view.paint(shadow, everywhere, *project(x, y, 0.0), reach, reach)
 
     for position, colour in _stacked_objects(states):
         half = (world.OBJECT_HALF * scale * (1 + GROWTH * position[:, 2]))[:, None, None]
@@ -171,7 +179,8 @@ def _paint_agent_view(view: _View, states: Tensor) -> None:
         ) -> tuple[Tensor, Tensor]:
             return _box(du, dv, half, half + side, soft), _rimmed(colour, _ramp(half - side - dv, soft))
 
-        view.paint(block, everywhere, *project(*position.unbind(-1)), 2.2 * world.OBJECT_HALF * scale)
+        reach = world.OBJECT_HALF * largest
+        view.paint(block, everywhere, *project(*position.unbind(-1)), reach, (1 + LIFT) * reach)
 
     grow = (scale * (1 + GROWTH * z))[:, None, None]
     apart, steel = states[:, world.WIDTH][:, None, None] + FINGER_HALF, _colour(STEEL)[None, :, None, None]
@@ -182,7 +191,8 @@ def _paint_agent_view(view: _View, states: Tensor) -> None:
         palm = _box(du, dv + middle * grow, PALM_HALF[0] * grow, PALM_HALF[1] * grow, soft)
         return torch.maximum(fingers, palm), steel
 
-    view.paint(gripper, everywhere, *project(x, y, z + 0.5 * FINGER_LENGTH), 0.085 * scale)
+    reach_u, reach_v = (world.OPEN_WIDTH + 2 * FINGER_HALF) * largest, (middle + PALM_HALF[1]) * largest
+    view.paint(gripper, everywhere, *project(x, y, z + 0.5 * FINGER_LENGTH), reach_u, reach_v)
 
 
 def _paint_wrist_view(view: _View, states: Tensor) -> None:
@@ -190,7 +200,7 @@ def _paint_wrist_view(view: _View, states: Tensor) -> None:
     x, y, z = states[:, world.POSITION].unbind(-1)
     view.fill(x, y, (z + CAMERA_HEIGHT) / FOCAL)
 
-    def paint(sprite, position: Tensor, height: Tensor | float, size: float, nearest: float, colour: Tensor) -> None:
+    def paint(sprite: Sprite, position: Tensor, height: Tensor | float, size: float, colour: Tensor) -> None:
         """Paint those sprites of half-width ``size`` metres whose upper face, at ``height``, can be seen."""
         scale = FOCAL / (z + CAMERA_HEIGHT - height)
         u, v = (position[:, 1] - y) * scale, (x - position[:, 0]) * scale
@@ -201,16 +211,14 @@ def _paint_wrist_view(view: _View, states: Tensor) -> None:
         def shape(du: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
             return sprite(du, dv, half, soft), _rimmed(colour, sprite(du, dv, RIM * half, soft))
 
-        view.paint(shape, which, u[which], v[which], size * FOCAL / nearest + soft)
+        # The nearest sprite sets the windows, which change what a sprite costs and not how it looks.
+        largest = float(half.max()) if len(which) else 0.0
+        view.paint(shape, which, u[which], v[which], largest, largest)
 
-    lowest = CAMERA_HEIGHT + world.WORKSPACE_LOW[2]
     for xy, colour in _goals(states):
-        paint(_disc, xy, 0.0, world.GOAL_RADIUS, lowest, colour)
+        paint(_disc, xy, 0.0, world.GOAL_RADIUS, colour)
     for position, colour in _stacked_objects(states):
-        # Nearest: the tip as far below the centre of a held block as the grasp allows.
-        nearest = CAMERA_HEIGHT - world.GRASP_TOLERANCE[2] - world.OBJECT_HALF
-        top = position[:, 2] + world.OBJECT_HALF
-        paint(_square, position, top, world.OBJECT_HALF, nearest, colour)
+        paint(_square, position, position[:, 2] + world.OBJECT_HALF, world.OBJECT_HALF, colour)
 
     scale = FOCAL / CAMERA_HEIGHT
     apart = ((states[:, world.WIDTH] + FINGER_HALF) * scale)[:, None, None]
@@ -220,7 +228,8 @@ def _paint_wrist_view(view: _View, states: Tensor) -> None:
         return _box(du.abs() - apart, dv, FINGER_HALF * scale, 1.5 * FINGER_HALF * scale, soft), steel
 
     centre = torch.zeros(len(states))
-    view.paint(fingers, torch.arange(len(states)), centre, centre, (world.OPEN_WIDTH + 2 * FINGER_HALF) * scale + soft)
+    reach_u, reach_v = (world.OPEN_WIDTH + 2 * FINGER_HALF) * scale, 1.5 * FINGER_HALF * scale
+    view.paint(fingers, torch.arange(len(states)), centre, centre, reach_u, reach_v)
 
 
 def _square(du: Tensor, dv: Tensor, half: Tensor, soft: float) -> Tensor:
