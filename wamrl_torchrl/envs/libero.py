@@ -1,0 +1,203 @@
+"""LIBERO as a batched TorchRL environment: one simulator process per slot, one action chunk per step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from wamrl_torchrl import schema
+from wamrl_torchrl.envs.chunk import ChunkEnv, Outcome
+from wamrl_torchrl.envs.libero_suites import SUITES, load_suite, worker_environment
+from wamrl_torchrl.envs.libero_worker import Arrays, Layout, SimPool
+
+IMAGE_SIZE = (224, 448)
+TRAIN_INIT_STATES = range(40)
+MAX_ENV_SEED = 2**32 - 1
+
+
+class LiberoEnv(ChunkEnv):
+    """LIBERO with an action chunk per step, N simulators that run side by side.
+
+    What is simulated is bit-equal to robosuite's own ``OffScreenRenderEnv`` under the usual protocol (seed, hard reset,
+    init state, no-ops, one action at a time, both cameras), at a fraction of the cost: frames are rendered only where they
+    are returned, and a reset keeps the compiled model. For given (task, init state, env seed, actions) states and frames are
+    the same whatever ran before and in which process; across machines frames differ slightly with the OpenGL driver.
+
+    Slots are dealt random tasks, unless the reset tensordict says otherwise (see :class:`ChunkEnv`); a slot that changes its
+    task compiles a model, which takes seconds, so keep a slot on a task where you can. ``init_state_id`` below 50 is one
+    of LIBERO's; ``50 + j`` is ``start_states[task_id][j]``.
+
+    The processes are started by the constructor, in any kind of process (a collector's worker too), and end with
+    :meth:`close`, with the environment object, or with the process that holds it. Needs the extra ``libero``.
+
+    Args:
+        suite: ``libero_spatial``, ``libero_object``, ``libero_goal``, ``libero_10`` or ``libero_90``.
+        num_envs: slots N. A rendering slot takes about 2 GB of memory and one core.
+
+    Keyword Args:
+        task_ids: tasks to deal; all of the suite by default. A reset may ask for any task of the suite.
+        replan_steps: actions executed per chunk.
+        frame_offsets: executed actions after which a future frame is returned.
+        max_episode_steps: limit in executed actions, settling not counted; default by suite
+            (:data:`~wamrl_torchrl.envs.libero_suites.SUITES`).
+        settle_steps: no-op actions after a reset, while the objects come to rest. FastWAM evaluates with 30.
+        resize: ``"render256"`` renders at 256 and resizes to 224, as the released model saw its frames; ``"render224"``
+            renders at 224 directly.
+        init_state_ids: init states to deal; 0 to 39 by default. 40 to 49 are held out for evaluation.
+        start_states: for a task id, further states to start from, float64 ``[M,n]``: rows of ``sim_states`` as this
+            environment returns them, or flattened MuJoCo states. No settling takes place.
+        sim_states: return ``sim_states`` float64 ``[N,replan_steps+1,D]``: before the chunk and after every executed
+            action (time, qpos, qvel, gripper command 2, padding), the last one repeated.
+        timeout_s: longest time for one command of a simulator, in seconds.
+
+    Raises:
+        ImportError: LIBERO is not installed.
+        RuntimeError: wrong versions, missing assets, no OpenGL; a simulator failed, died or did not answer. The message names
+            slot, pid, task and phase, and the environment is closed.
+        ValueError: an option or an id is out of range.
+
+    Examples:
+        >>> env = LiberoEnv("libero_spatial", 2, task_ids=[0, 2])  # doctest: +SKIP
+        >>> env.rollout(3)["next", "observation", "image"].shape  # doctest: +SKIP
+        torch.Size([2, 3, 3, 224, 448])
+    """
+
+    def __init__(
+        self,
+        suite: str,
+        num_envs: int,
+        *,
+        task_ids: Sequence[int] | None = None,
+        replan_steps: int = 10,
+        frame_offsets: Sequence[int] = schema.FRAME_OFFSETS,
+        max_episode_steps: int | None = None,
+        settle_steps: int = 10,
+        resize: Literal["render256", "render224"] = "render256",
+        init_state_ids: Sequence[int] = TRAIN_INIT_STATES,
+        start_states: Mapping[int, Tensor] | None = None,
+        sim_states: bool = True,
+        timeout_s: float = 300.0,
+    ) -> None:
+        tasks = load_suite(suite)
+        if resize not in ("render256", "render224"):
+            raise ValueError(f"resize must be 'render256' or 'render224', got {resize!r}")
+        if settle_steps < 0:
+            raise ValueError(f"settle_steps must not be negative, got {settle_steps}")
+        super().__init__(
+            num_envs,
+            image_size=IMAGE_SIZE,
+            replan_steps=replan_steps,
+            max_episode_steps=SUITES[suite] if max_episode_steps is None else max_episode_steps,
+            frame_offsets=frame_offsets,
+            sim_state_dim=tasks.sim_state_dim if sim_states else None,
+        )
+        self.suite = tasks
+        self.settle_steps = settle_steps
+        self._start_states = {} if start_states is None else dict(start_states)
+        self._check_start_states()
+        self.task_ids = list(range(len(tasks))) if task_ids is None else list(task_ids)
+        self.init_state_ids = list(init_state_ids)
+        if not self.task_ids or not self.init_state_ids:
+            raise ValueError(f"nothing to deal: task_ids={self.task_ids}, init_state_ids={self.init_state_ids}")
+        for task in self.task_ids:
+            for init_state in self.init_state_ids:
+                self._check_ids(task, init_state, 0)
+        layout = Layout(num_envs, len(self.frame_offsets), replan_steps + 1, tasks.sim_state_dim, *IMAGE_SIZE)
+        options = {"resize": resize, "frame_offsets": self.frame_offsets}
+        pool = SimPool(layout, options=options, environ=worker_environment(), timeout_s=timeout_s)
+        self._pool = pool
+        self._arrays = Arrays(*map(torch.from_numpy, pool.arrays))
+        # Also when the environment is dropped without close(), and at exit.
+        self._finalizer = weakref.finalize(self, pool.close)
+
+    @property
+    def instructions(self) -> list[str]:
+        """Instruction of every task of the suite, indexed by task id."""
+        return list(self.suite.instructions)
+
+    # ---- what an episode starts from ----------------------------------------------------------------------------
+    def _check_start_states(self) -> None:
+        for task, states in self._start_states.items():
+            self._check_task(task)
+            narrow, wide = self.suite.init_states[task].shape[1], self.suite.sim_state_dim
+            if states.ndim != 2 or states.dtype != torch.float64 or not narrow <= states.shape[1] <= wide:
+                raise ValueError(
+                    f"start_states[{task}] must be float64 [M,n] with {narrow} <= n <= {wide}, "
+                    f"found {states.dtype} {list(states.shape)}"
+                )
+
+    def _check_task(self, task: int) -> None:
+        if not 0 <= task < len(self.suite):
+            raise ValueError(f"task_id {task} is out of range: {self.suite.name} has tasks 0 to {len(self.suite) - 1}")
+
+    def _check_ids(self, task: int, init_state: int, env_seed: int) -> None:
+        self._check_task(task)
+        own, more = len(self.suite.init_states[task]), len(self._start_states.get(task, ()))
+        if not 0 <= init_state < own + more:
+            raise ValueError(
+                f"init_state_id {init_state} is out of range for task {task} of {self.suite.name}: it has {own} init states "
+                f"and {more} start states, so ids 0 to {own + more - 1}"
+            )
+        if not 0 <= env_seed <= MAX_ENV_SEED:
+            raise ValueError(f"env_seed {env_seed} is out of range 0 to {MAX_ENV_SEED}")
+
+    def _start(self, task: int, init_state: int, env_seed: int) -> dict:
+        """Arguments of the worker's ``reset``."""
+        self._check_ids(task, init_state, env_seed)
+        own = self.suite.init_states[task]
+        is_own = init_state < len(own)
+        return {
+            "bddl_file": self.suite.bddl_files[task],
+            "env_seed": env_seed,
+            "state": own[init_state] if is_own else self._start_states[task][init_state - len(own)].numpy(),
+            "settle_steps": self.settle_steps if is_own else 0,
+        }
+
+    def _draw_episodes(self, count: int, generator: torch.Generator) -> Tensor:
+        tasks, init_states = torch.tensor(self.task_ids), torch.tensor(self.init_state_ids)
+        task = tasks[torch.randint(len(tasks), (count,), generator=generator)]
+        init_state = init_states[torch.randint(len(init_states), (count,), generator=generator)]
+        return torch.stack([task, init_state, torch.randint(MAX_ENV_SEED, (count,), generator=generator)], -1)
+
+    # ---- the simulators -----------------------------------------------------------------------------------------
+    def _what(self, phase: str, episode: Sequence[int]) -> str:
+        ids = ", ".join(f"{key} {value}" for key, value in zip(schema.EPISODE_KEYS, episode, strict=True))
+        return f"{phase} of {self.suite.name}, {ids}"
+
+    def _running_pool(self) -> SimPool:
+        if not self._finalizer.alive or not self._pool.processes:
+            raise RuntimeError("this LiberoEnv is closed; make a new one")
+        return self._pool
+
+    def _start_episodes(self, slots: Tensor, episodes: Tensor) -> None:
+        pool = self._running_pool()
+        starts = [self._start(*episode[:3]) for episode in episodes.tolist()]  # all ids are checked before any starts
+        for slot, episode, start in zip(slots.tolist(), episodes.tolist(), starts, strict=True):
+            pool.submit(slot, "reset", self._what("reset", episode), **start)
+        for _ in pool.replies():
+            pass
+
+    def _execute(self, slots: Tensor, actions: Tensor, limits: Tensor) -> Outcome:
+        pool = self._running_pool()
+        chunks = actions[:, : self.replan_steps].numpy()
+        for slot, chunk, limit in zip(slots.tolist(), chunks, limits.tolist(), strict=True):
+            pool.submit(slot, "step", self._what("step", self._episodes[slot].tolist()), actions=chunk, limit=limit)
+        executed = torch.zeros(self.num_envs, dtype=torch.int64)
+        success = torch.zeros(self.num_envs, dtype=torch.bool)
+        for slot, (count, solved) in pool.replies():
+            executed[slot], success[slot] = count, solved
+        sim_states = None if self._sim_state_dim is None else self._arrays.sim_states[slots]
+        return Outcome(executed[slots], success[slots], self._arrays.frames[slots], sim_states)
+
+    def _observe(self) -> tuple[Tensor, Tensor]:
+        return self._arrays.image.clone(), self._arrays.state.clone()
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """End the simulator processes; the environment cannot be used afterwards."""
+        super().close(raise_if_closed=raise_if_closed)
+        self._finalizer()
