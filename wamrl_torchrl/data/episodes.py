@@ -1,0 +1,392 @@
+"""Whole episodes of variable length, as video SFT and behaviour cloning need them, and windows sampled from them.
+
+An episode is a tensordict without batch dims. It has ``T`` actions and ``F = T // 4 + 1`` frames, at steps 0, 4, ...:
+
+==================  =======================  ===========================================================================
+``frames``          uint8 ``[F,3,H,W]``      picture at every 4th step
+``states``          float32 ``[F,8]``        raw state at the same steps
+``is_decision``     bool ``[F]``             whether a window may start there
+``actions``         float32 ``[T,7]``        action to learn, environment convention; for noisy demonstrations the clean
+                                             label and not what was executed
+``task_id``         int64 ``[1]``            with ``init_state_id`` and ``env_seed``: the initial condition
+``success``         bool ``[1]``             whether the episode ended in success
+``sim_states``      float64 ``[T+1,D]``      optional: simulator state at every step
+==================  =======================  ===========================================================================
+
+A demonstration knows its state at every step: it stores ``states[::4]`` and all decisions. A rollout observes the state
+where a chunk starts and frames between; there ``is_decision`` is False and ``states`` repeats the last one observed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from wamrl_torchrl import schema
+
+STRIDE = schema.VIDEO_STRIDE
+_IDS = (schema.TASK_ID, schema.INIT_STATE_ID, schema.ENV_SEED)
+_EPISODE: dict[str, tuple[torch.dtype, tuple[int | str, ...]]] = {
+    "frames": (torch.uint8, ("F", 3, "H", "W")),
+    "states": (torch.float32, ("F", schema.STATE_DIM)),
+    "is_decision": (torch.bool, ("F",)),
+    "actions": (torch.float32, ("T", schema.ACTION_DIM)),
+    **dict.fromkeys(_IDS, (torch.int64, (1,))),
+    schema.SUCCESS: (torch.bool, (1,)),
+    schema.SIM_STATES: (torch.float64, ("T+1", "D")),
+}
+
+
+def validate_episode(episode: TensorDictBase) -> None:
+    """Check an episode against the layout of this module.
+
+    Raises:
+        KeyError: a key is missing.
+        ValueError: an unknown key, a wrong dtype or shape, lengths that do not fit each other, values that are not
+            finite, or no decision that an action follows. The message names the key and what was found.
+    """
+    have = set(episode.keys())
+    missing = [key for key in _EPISODE if key != schema.SIM_STATES and key not in have]
+    if missing:
+        raise KeyError(f"episode lacks {missing}; it has {sorted(have)}")
+    unknown = sorted(have - set(_EPISODE))
+    if unknown:
+        raise ValueError(f"episode has unknown keys {unknown}; known are {list(_EPISODE)}")
+    steps = episode.get("actions").shape[0] if episode.get("actions").ndim else 0
+    if steps < 1:
+        raise ValueError("'actions' must hold at least one action")
+    sizes: dict[str, int] = {"T": steps, "T+1": steps + 1, "F": steps // STRIDE + 1}
+    for key, value in episode.items():
+        dtype, shape = _EPISODE[key]
+        if value.dtype != dtype or value.ndim != len(shape):
+            raise ValueError(f"{key!r} must be {dtype} {shape}, found {value.dtype} {tuple(value.shape)}")
+        for want, have in zip(shape, value.shape, strict=True):
+            size = want if isinstance(want, int) else sizes.get(want, have)
+            if have != size:
+                raise ValueError(
+                    f"{key!r} must be {shape}, found {tuple(value.shape)}; with T={steps} actions {want}={size}"
+                )
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise ValueError(f"{key!r} holds values that are not finite")
+    if not bool(_starts(episode).any()):
+        raise ValueError("'is_decision' marks no frame that an action follows, so no window could start here")
+
+
+def _starts(episode: TensorDictBase) -> Tensor:
+    """Bool [F]: decisions that at least one action follows."""
+    is_decision = episode.get("is_decision")
+    return is_decision & (STRIDE * torch.arange(len(is_decision)) < len(episode.get("actions")))
+
+
+class _Flat(NamedTuple):
+    """All episodes end to end, and the rows where a window may start."""
+
+    frames: Tensor  # uint8 [sum F,3,H,W]
+    states: Tensor  # float32 [sum F,8]
+    actions: Tensor  # float32 [sum T,7]
+    task_id: Tensor  # int64 [W,1]
+    frame: Tensor  # int64 [W], row of the first frame
+    last_frame: Tensor  # int64 [W], last row of the same episode
+    action: Tensor  # int64 [W], row of the first action
+    last_action: Tensor  # int64 [W], last row of the same episode
+
+
+class EpisodeStore:
+    """Bounded store of episodes in memory; the oldest is dropped.
+
+    Frames are kept once: the first sampling after an addition lays all episodes end to end, and the episodes become
+    views of that.
+
+    Keyword Args:
+        max_episodes: capacity; unbounded if None.
+
+    Raises:
+        ValueError: ``max_episodes`` below 1.
+    """
+
+    def __init__(self, *, max_episodes: int | None = None) -> None:
+        if max_episodes is not None and max_episodes < 1:
+            raise ValueError(f"max_episodes must be at least 1, got {max_episodes}")
+        self._episodes: deque[TensorDictBase] = deque(maxlen=max_episodes)
+        self._flat: _Flat | None = None
+
+    def __len__(self) -> int:
+        return len(self._episodes)
+
+    def __getitem__(self, index: int) -> TensorDictBase:
+        return self._episodes[index]
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        return iter(self._episodes)
+
+    def add(self, episode: TensorDictBase) -> None:
+        """Add an episode, oldest out.
+
+        Raises:
+            KeyError, ValueError: see :func:`validate_episode`; also pictures of another size than the store holds.
+        """
+        validate_episode(episode)
+        size = tuple(episode.get("frames").shape[1:])
+        if self._episodes and size != tuple(self._episodes[0].get("frames").shape[1:]):
+            held = tuple(self._episodes[0].get("frames").shape[1:])
+            raise ValueError(f"'frames' are {size}, the store holds {held}; one store keeps pictures of one size")
+        self._episodes.append(episode.cpu().copy())
+        self._flat = None
+
+    # ---- sampling -----------------------------------------------------------------------------------------------
+    def _lay_out(self) -> _Flat:
+        if self._flat is not None:
+            return self._flat
+        flat = {key: torch.cat([e.get(key) for e in self._episodes]) for key in ("frames", "states", "actions")}
+        lengths = {key: torch.tensor([len(e.get(key)) for e in self._episodes]) for key in ("frames", "actions")}
+        for key, sizes in lengths.items():
+            for episode, view in zip(self._episodes, flat[key].split(sizes.tolist()), strict=True):
+                episode.set(key, view)
+        starts = torch.cat([_starts(episode) for episode in self._episodes])
+        frame = starts.nonzero().squeeze(-1)
+        episode_of = torch.repeat_interleave(torch.arange(len(self)), lengths["frames"])[frame]
+        end_frame, end_action = lengths["frames"].cumsum(0), lengths["actions"].cumsum(0)
+        step = STRIDE * (frame - (end_frame - lengths["frames"])[episode_of])
+        self._flat = _Flat(
+            **flat,
+            task_id=torch.stack([episode.get(schema.TASK_ID) for episode in self._episodes])[episode_of],
+            frame=frame,
+            last_frame=end_frame[episode_of] - 1,
+            action=(end_action - lengths["actions"])[episode_of] + step,
+            last_action=end_action[episode_of] - 1,
+        )
+        return self._flat
+
+    @property
+    def num_windows(self) -> int:
+        """Number of different windows."""
+        return len(self._lay_out().frame) if self._episodes else 0
+
+    def sample_windows(self, batch_size: int, *, generator: torch.Generator) -> TensorDict:
+        """Sample decision windows with replacement, uniformly over all decisions of all episodes.
+
+        Args:
+            batch_size: number of windows B.
+
+        Keyword Args:
+            generator: source of the choice.
+
+        Returns:
+            Tensordict [B] with the picture ``("observation","image")`` uint8 [B,3,H,W] and ``("observation","state")``
+            [B,8] at the start, ``task_id`` [B,1], ``video`` uint8 [B,9,3,H,W] (steps 0, 4, ..., 32 of the window),
+            ``image_is_pad`` bool [B,9], ``actions`` float32 [B,32,7] and ``action_is_pad`` bool [B,32]. Beyond the
+            episode's end the last frame is repeated; padded actions stand still and keep the last gripper command.
+
+        Raises:
+            ValueError: the store is empty.
+        """
+        if not self._episodes:
+            raise ValueError("cannot sample windows from an empty episode store; add episodes first")
+        flat = self._lay_out()
+        chosen = torch.randint(len(flat.frame), (batch_size,), generator=generator)
+        first = flat.frame[chosen]
+        frames = first[:, None] + torch.arange(schema.VIDEO_FRAMES)
+        actions = flat.action[chosen, None] + torch.arange(schema.CHUNK)
+        last_frame, last_action = flat.last_frame[chosen, None], flat.last_action[chosen, None]
+        action_is_pad = actions > last_action
+        chunk = flat.actions[torch.minimum(actions, last_action)]
+        chunk[..., :-1].masked_fill_(action_is_pad[..., None], 0)
+        return TensorDict(
+            {
+                "observation": {"image": flat.frames[first], "state": flat.states[first]},
+                schema.TASK_ID: flat.task_id[chosen],
+                "video": flat.frames[torch.minimum(frames, last_frame)],
+                "image_is_pad": frames > last_frame,
+                "actions": chunk,
+                "action_is_pad": action_is_pad,
+            },
+            batch_size=[batch_size],
+        )
+
+    # ---- disk ---------------------------------------------------------------------------------------------------
+    def save(self, directory: str | Path) -> None:
+        """Write one safetensors file per episode into a new ``directory``.
+
+        The directory appears under its name when all of it is on the disk, so an interrupted save leaves nothing that
+        :meth:`load` would take for a store.
+
+        Raises:
+            FileExistsError: ``directory`` exists.
+        """
+        directory = Path(directory)
+        if directory.exists():
+            raise FileExistsError(f"{directory} exists; save an episode store to a new directory")
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
+        unfinished.mkdir()
+        try:
+            for number, episode in enumerate(self._episodes):
+                path = unfinished / f"episode_{number:06d}.safetensors"
+                save_file({key: value.contiguous() for key, value in episode.items()}, path)
+                _sync(path)
+            _sync(unfinished)
+            unfinished.rename(directory)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)  # there is none after the rename
+        _sync(directory.parent)
+
+    @classmethod
+    def load(cls, directory: str | Path, *, max_episodes: int | None = None) -> EpisodeStore:
+        """Read what :meth:`save` wrote.
+
+        Args:
+            directory: where the store was saved.
+
+        Keyword Args:
+            max_episodes: capacity of the new store; the newest episodes are read.
+
+        Raises:
+            FileNotFoundError: no such directory, or no episode in it.
+            ValueError: a file is damaged or not an episode; the message names it.
+        """
+        paths = sorted(Path(directory).glob("episode_*.safetensors"))
+        if not paths:
+            raise FileNotFoundError(f"{directory} holds no episode_*.safetensors; it is not a saved episode store")
+        store = cls(max_episodes=max_episodes)
+        for path in paths if max_episodes is None else paths[-max_episodes:]:
+            try:
+                store.add(TensorDict(load_file(path), batch_size=[]))
+            except (SafetensorError, KeyError, ValueError) as error:  # noqa: PERF203
+                raise ValueError(f"{path} is damaged or not an episode: {error}") from error
+        return store
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's content, or a directory's entries, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---- from a rollout ---------------------------------------------------------------------------------------------
+_SIM_STATES = ("next", schema.SIM_STATES)
+_OUTCOMES = ("done", schema.SUCCESS, schema.EXECUTED_MASK, schema.FUTURE_MASK, schema.FUTURE_FRAMES)
+_ROLLOUT = (*_IDS, schema.EPISODE_ID, schema.CHUNK_INDEX, schema.IMAGE, schema.STATE, schema.ACTION)
+_ROLLOUT = (*_ROLLOUT, *(("next", key) for key in _OUTCOMES))
+
+
+def _check_rollout(rows: TensorDictBase, offsets: tuple[int, ...]) -> None:
+    """Check that whole episodes follow one another and that their frames lie on the grid of every 4th step."""
+    done, chunk = rows.get(("next", "done")).squeeze(-1), rows.get(schema.CHUNK_INDEX).squeeze(-1)
+    starts = torch.cat([done.new_ones(1), done[:-1]])
+    same = rows.get(schema.EPISODE_ID).squeeze(-1)
+    broken = torch.where(starts, chunk != 0, (chunk != chunk.roll(1) + 1) | (same != same.roll(1)))
+    if bool(broken.any()) or not bool(done[-1]):
+        row = int(broken.nonzero()[0]) if bool(broken.any()) else len(done)
+        raise ValueError(
+            f"the rollout must hold whole episodes one after another, each ending with ('next', 'done'); it breaks at "
+            f"row {row} of {len(done)} (parked rows not counted). Collect with trajs_per_batch and traj_format='cat'"
+        )
+    executed = rows.get(("next", schema.EXECUTED_MASK)).sum(-1)
+    off_grid = executed[~done] % STRIDE != 0
+    if bool(off_grid.any()):
+        replan = int(executed[~done][off_grid][0])
+        raise ValueError(
+            f"replan_steps={replan} puts decisions off the grid of every {STRIDE}th step that video needs; "
+            f"set the environment's replan_steps to a multiple of {STRIDE}"
+        )
+    wanted = range(STRIDE, int(executed.max()) + 1, STRIDE)
+    if not set(wanted) <= set(offsets):
+        raise ValueError(
+            f"frame_offsets={offsets} lack {sorted(set(wanted) - set(offsets))}: video needs a frame at every "
+            f"{STRIDE}th step; set the environment's frame_offsets to {tuple(wanted)}"
+        )
+    found = rows.get(("next", schema.FUTURE_MASK)).shape[-1]
+    if found != len(offsets):
+        raise ValueError(f"('next', {schema.FUTURE_MASK!r}) has {found} frames, but frame_offsets={offsets}")
+
+
+def episodes_from_rollout(
+    rollout: TensorDictBase, *, frame_offsets: Sequence[int] = schema.FRAME_OFFSETS, only_success: bool = True
+) -> list[TensorDict]:
+    """Cut collected macro-steps into episodes for an :class:`EpisodeStore`.
+
+    A chunk's own picture is the frame at its start; its future frames are those between, and behind the last one.
+    So the environment must return a frame at every 4th step: ``replan_steps`` a multiple of 4 and ``frame_offsets``
+    (4, 8, ..., replan_steps), such as 8 and the default offsets.
+
+    Args:
+        rollout: macro-steps [N] with the keys of :mod:`wamrl_torchrl.schema`; the rows of an episode in order and next
+            to each other, whole episodes only. Rows of parked slots are left out.
+
+    Keyword Args:
+        frame_offsets: those of the environment that was collected from.
+        only_success: leave out episodes without success.
+
+    Returns:
+        Episodes in the layout of this module, in the order of the rollout; with ``sim_states`` if the rollout has them.
+
+    Raises:
+        KeyError: the rollout lacks a key.
+        ValueError: the rollout is not [N], holds parts of episodes, or lacks frames; the message says what to change.
+    """
+    if rollout.ndim != 1:
+        raise ValueError(f"the rollout must have batch size [N], found {list(rollout.batch_size)}; reshape(-1) it")
+    rollout = rollout.select(*_ROLLOUT).update(rollout.select(_SIM_STATES, strict=False)).cpu()
+    rows = rollout[rollout.get(schema.EPISODE_ID).squeeze(-1) != schema.PARKED]
+    if len(rows) == 0:
+        return []
+    offsets = tuple(frame_offsets)
+    _check_rollout(rows, offsets)
+
+    done = rows.get(("next", "done")).squeeze(-1)
+    success = rows.get(("next", schema.SUCCESS)).squeeze(-1)
+    episode = torch.cat([done.new_zeros(1), done[:-1]]).cumsum(0)
+    if only_success:
+        kept = success[done][episode]
+        rows, done, success, episode = rows[kept], done[kept], success[kept], episode[kept]
+        if len(rows) == 0:
+            return []
+    _, episode = episode.unique_consecutive(return_inverse=True)
+    count = int(episode[-1]) + 1
+    executed_mask = rows.get(("next", schema.EXECUTED_MASK))
+    executed, start = executed_mask.sum(-1, keepdim=True), rows.get(schema.CHUNK_INDEX).squeeze(-1) == 0
+
+    # Candidates per row: its picture, then the frames at +4, +8, ... The one at the end of a chunk is the next row's
+    # picture, unless the chunk is the last.
+    grid = torch.arange(0, int(executed.max()) + 1, STRIDE)
+    valid = (grid < executed) | (done[:, None] & (grid == executed))
+    index = [offsets.index(int(step)) for step in grid[1:]]
+    if not bool(rows.get(("next", schema.FUTURE_MASK))[:, index][valid[:, 1:]].all()):
+        raise ValueError(
+            f"('next', {schema.FUTURE_MASK!r}) lacks frames that frame_offsets={offsets} should give; pass the "
+            "frame_offsets of the environment that was collected from"
+        )
+    image = rows.get(schema.IMAGE)[:, None]
+    flat = {
+        "frames": torch.cat([image, rows.get(("next", schema.FUTURE_FRAMES))[:, index]], 1)[valid],
+        "states": rows.get(schema.STATE)[:, None].expand(-1, len(grid), -1)[valid],
+        "is_decision": (grid == 0).expand_as(valid)[valid],
+        "actions": rows.get(schema.ACTION)[executed_mask],
+    }
+    rows_of = {key: valid.sum(-1) for key in ("frames", "states", "is_decision")} | {"actions": executed.squeeze(-1)}
+    sim_states = rows.get(_SIM_STATES, None)
+    if sim_states is not None:
+        column = torch.arange(sim_states.shape[1])
+        recorded = torch.where(column == 0, start[:, None], column <= executed)
+        flat[schema.SIM_STATES], rows_of[schema.SIM_STATES] = sim_states[recorded], recorded.sum(-1)
+    parts = {
+        key: value.split(torch.zeros(count, dtype=torch.int64).index_add(0, episode, rows_of[key]).tolist())
+        for key, value in flat.items()
+    }
+    parts |= {key: rows.get(key)[start].unbind() for key in _IDS}
+    parts[schema.SUCCESS] = success[done][:, None].unbind()
+    return [TensorDict({key: value[i] for key, value in parts.items()}, batch_size=[]) for i in range(count)]
