@@ -1,15 +1,15 @@
 r"""The SDE step inside the flow sampler, and exact log-probs of what it drew.
 
 A chain runs ``x_0 ~ N(0, I)`` through K steps of a :class:`~wamrl_torchrl.modules.fastwam.schedule.Schedule` to the
-action chunk ``x_K``. Most steps are Euler steps of the flow ODE; at the *stochastic* steps the Euler step is replaced by
-one of the SDE with the same marginals (Flow-GRPO, arXiv 2505.05470):
+action chunk ``x_K``. Most steps are Euler steps of the flow ODE; at the *stochastic* steps the Euler step is replaced
+by one of the SDE with the same marginals (Flow-GRPO, arXiv 2505.05470):
 
 .. math::
     s_k = a \sqrt{\sigma_k / (1 - \bar\sigma_k)}, \quad std_k = s_k \sqrt{h_k}, \quad
     \mu_k = x (1 - s_k^2 h_k / 2\sigma_k) - h_k v (1 + s_k^2 (1 - \sigma_k) / 2\sigma_k)
 
-with :math:`h_k = \sigma_k - \sigma_{k+1}`, and :math:`\bar\sigma_0 = \sigma_1` where :math:`\sigma_0 = 1` would divide by
-zero, so :math:`std_0 = a` exactly. Everything here is fp32; the model casts at its own boundary.
+with :math:`h_k = \sigma_k - \sigma_{k+1}`, and :math:`\bar\sigma_0 = \sigma_1` where :math:`\sigma_0 = 1` would
+divide by zero, so :math:`std_0 = a` exactly. Everything here is fp32; the model casts at its own boundary.
 """
 
 from __future__ import annotations
@@ -79,9 +79,7 @@ def sde_coefficients(schedule: Schedule, a: float, *, std_floor: float = 0.0) ->
     edge = torch.where(sigma < 1, sigma, following)
     s = (a * (sigma / (1 - edge)).sqrt()).clamp(min=std_floor / h.sqrt())
     drift = s.square() / (2 * sigma)
-    return SDECoefficients(
-        (1 - drift * h).float(), (-h * (1 + drift * (1 - sigma))).float(), (s * h.sqrt()).float()
-    )
+    return SDECoefficients((1 - drift * h).float(), (-h * (1 + drift * (1 - sigma))).float(), (s * h.sqrt()).float())
 
 
 def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
@@ -175,7 +173,7 @@ def step_weights(
         raise ValueError(f"step weights must be {num_steps} non-negative numbers, got {out.tolist()}")
     if window is not None:
         first, count = window
-        if not (0 <= first and count >= 1 and first + count <= num_steps):
+        if not (first >= 0 and count >= 1 and first + count <= num_steps):
             raise ValueError(f"window (first, count) must lie inside the {num_steps} steps, got {window}")
         inside = torch.zeros(num_steps)
         inside[first : first + count] = 1
@@ -197,7 +195,7 @@ class ChainSample(NamedTuple):
 def sample_chain(
     model: FlowModel,
     state: TensorDictBase,
-    K: int,  # noqa: N803
+    K: int,
     a: float,
     generator: torch.Generator | None = None,
     *,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,6 @@ from wamrl_torchrl import schema
 from wamrl_torchrl.data.stats import DatasetStats
 from wamrl_torchrl.modules.fastwam.model import FastWAM
 from wamrl_torchrl.modules.flow_sde import (
-    StochasticSteps,
     Transitions,
     chain_transitions,
     logprob_chain,
@@ -29,7 +27,7 @@ from wamrl_torchrl.modules.flow_sde import (
 from wamrl_torchrl.modules.noise import mix_seeds
 
 
-@dataclass(frozen=True)
+@dataclass
 class FlowSDEConfig:
     """How chains are sampled; rollout and learner must use the same.
 
@@ -45,11 +43,11 @@ class FlowSDEConfig:
 
     num_steps: int = 10
     noise_level: float = 0.3
-    stochastic_steps: StochasticSteps = "one_random"
+    stochastic_steps: str | int = "one_random"
     std_floor: float = 0.02
     ignore_last: bool = False
     window: tuple[int, int] | None = None
-    weights: Sequence[float] | None = None
+    weights: list[float] | None = None
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -64,9 +62,7 @@ class FlowSDEConfig:
 
     def step_weights(self) -> Tensor:
         """Weights [K] of the choice of stochastic steps."""
-        return step_weights(
-            self.num_steps, weights=self.weights, ignore_last=self.ignore_last, window=self.window
-        )
+        return step_weights(self.num_steps, weights=self.weights, ignore_last=self.ignore_last, window=self.window)
 
 
 class FlowPolicy(TensorDictModuleBase):

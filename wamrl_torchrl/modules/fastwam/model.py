@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from wamrl_torchrl.modules.fastwam.context import ContextBank
 from wamrl_torchrl.modules.fastwam.dit import KeyValue
 from wamrl_torchrl.modules.fastwam.mot import MixtureOfTransformers
 from wamrl_torchrl.modules.fastwam.schedule import TIME_SCALE, build_schedule, shift_sigma, training_weight
+
+if TYPE_CHECKING:
+    from wamrl_torchrl.modules.lora import VideoLoRA
 
 
 class Condition(NamedTuple):
@@ -72,6 +75,7 @@ class FastWAM(nn.Module):
         self.proprio_encoder = nn.Linear(config.proprio_dim, config.video.text_dim)
         self.codec = codec
         self.contexts = contexts
+        self.lora: VideoLoRA | None = None  # set by add_video_lora
 
     @property
     def chunk_shape(self) -> tuple[int, int]:

@@ -1,0 +1,117 @@
+"""Factories: from a configuration to environments, models and policies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torchrl.envs import Compose, EnvBase, TransformedEnv
+
+from wamrl_torchrl.config import EnvConfig, RunConfig
+from wamrl_torchrl.data.stats import DatasetStats, NormalizeProprio
+from wamrl_torchrl.envs.chunk import ChunkEnv
+from wamrl_torchrl.envs.episodes import DealEpisodes, EpisodePlan
+from wamrl_torchrl.envs.libero import LiberoEnv
+from wamrl_torchrl.envs.libero_suites import instructions as libero_instructions
+from wamrl_torchrl.envs.tabletop import TABLETOP_INSTRUCTIONS, TableTopEnv
+from wamrl_torchrl.modules.fastwam.codec import TinyCodec
+from wamrl_torchrl.modules.fastwam.config import preset
+from wamrl_torchrl.modules.fastwam.context import ContextBank
+from wamrl_torchrl.modules.fastwam.model import FastWAM
+from wamrl_torchrl.modules.policy import FlowPolicy
+
+
+def choose_device(name: str) -> torch.device:
+    """``"auto"`` is the GPU if there is one; any other name is torch's.
+
+    Raises:
+        ValueError: a GPU is named and there is none, or the name is not a device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must be 'auto' or a torch device, got {name!r}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={name!r}, but torch {torch.__version__} sees no GPU; use device=auto or device=cpu")
+    return device
+
+
+def task_instructions(config: EnvConfig) -> list[str]:
+    """Instruction of every task of the world, in the order of ``task_id``."""
+    return list(TABLETOP_INSTRUCTIONS) if config.name == "tabletop" else libero_instructions(config.suite)
+
+
+def task_ids(config: EnvConfig) -> list[int]:
+    """Tasks of the run.
+
+    Raises:
+        ValueError: an id the world does not have.
+    """
+    known = range(len(task_instructions(config)))
+    ids = list(known) if config.task_ids is None else list(config.task_ids)
+    unknown = [task for task in ids if task not in known]
+    if unknown or not ids:
+        world = config.suite if config.name == "libero" else config.name
+        raise ValueError(f"env.task_ids must be some of 0..{len(known) - 1} ({world}), got {ids}")
+    return ids
+
+
+def make_env(config: EnvConfig, *, start_states: dict[int, Tensor] | None = None) -> ChunkEnv:
+    """Build the bare environment of one worker."""
+    common = {
+        "task_ids": task_ids(config),
+        "replan_steps": config.replan_steps,
+        "init_state_ids": list(config.train_init_states),
+        "start_states": start_states,
+    }
+    if config.max_episode_steps is not None:
+        common["max_episode_steps"] = config.max_episode_steps
+    if config.name == "tabletop":
+        height, width = config.image_size
+        return TableTopEnv(config.num_envs, image_size=(height, width), **common)
+    return LiberoEnv(config.suite, config.num_envs, settle_steps=config.settle_steps, **common)
+
+
+@dataclass
+class EnvFactory:
+    """Picklable builder of a worker's environment: ``factory(worker, num_workers)``.
+
+    Attributes:
+        config: the world.
+        stats: normalisation of proprioception.
+        plan: where the episodes come from.
+        start_states: extra start states by task.
+    """
+
+    config: EnvConfig
+    stats: DatasetStats
+    plan: EpisodePlan
+    start_states: dict[int, Tensor] = field(default_factory=dict)
+
+    def __call__(self, worker: int = 0, num_workers: int = 1) -> EnvBase:
+        """Build the environment of one worker."""
+        base = make_env(self.config, start_states=self.start_states or None)
+        return self.wrap(base, worker, num_workers)
+
+    def wrap(self, base: EnvBase, worker: int = 0, num_workers: int = 1) -> EnvBase:
+        """Add the transforms to a bare environment."""
+        deal = DealEpisodes(self.plan, worker=worker, num_workers=num_workers)
+        return TransformedEnv(base, Compose(NormalizeProprio(self.stats), deal))
+
+
+def make_model(config: RunConfig) -> FastWAM:
+    """Build a model with random weights for the run's world."""
+    height, width = config.env.image_size
+    model_config = preset(config.model.preset, image_size=(height, width))
+    contexts = ContextBank.hashed(
+        task_instructions(config.env), length=model_config.context_length, text_dim=model_config.video.text_dim
+    )
+    return FastWAM(model_config, TinyCodec(), contexts)
+
+
+def make_policy(config: RunConfig, model: FastWAM, stats: DatasetStats) -> FlowPolicy:
+    """Wrap a model as the run's policy."""
+    return FlowPolicy(model, stats, sde=config.sde, executed_rows=config.env.replan_steps, seed=config.seed)

@@ -1,0 +1,205 @@
+"""Typed configuration of a run, filled by hydra from ``configs/`` and the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from wamrl_torchrl.modules.policy import FlowSDEConfig
+
+CONFIG_DIR = str(Path(__file__).parent / "configs")
+
+
+@dataclass
+class EnvConfig:
+    """World, tasks and protocol."""
+
+    name: str = "libero"  # libero or tabletop
+    suite: str = "libero_spatial"  # LIBERO only
+    task_ids: list[int] | None = None  # all tasks of the suite if null
+    num_envs: int = 2  # simulator processes (LIBERO) or vectorised slots (tabletop) per collector
+    replan_steps: int = 8  # actions executed per decision; a multiple of 4 where video is trained
+    max_episode_steps: int | None = None  # the suite's own horizon if null
+    settle_steps: int = 10  # no-ops after a reset (LIBERO; the released protocol waits 30)
+    image_size: list[int] = field(default_factory=lambda: [224, 448])
+    train_init_states: list[int] = field(default_factory=lambda: list(range(40)))
+    eval_init_states: list[int] = field(default_factory=lambda: list(range(40, 50)))
+
+
+@dataclass
+class ModelConfig:
+    """The model and what of it is trained."""
+
+    preset: str = "tiny"
+    policy: str | None = None  # directory of a saved policy to start from; demonstrations and pre-training if null
+    lora_rank: int = 8
+
+
+@dataclass
+class DemoConfig:
+    """Scripted demonstrations."""
+
+    episodes_per_task: int = 12
+    noise: float = 0.2  # largest action noise of an episode
+
+
+@dataclass
+class PretrainConfig:
+    """Pre-training on demonstrations by FastWAM's flow-matching losses."""
+
+    steps: int = 600
+    batch_size: int = 32
+    video_batch_size: int = 4
+    video_every: int = 2  # a video step at every so many action steps
+    lr: float = 2e-3
+    weight_decay: float = 1e-2
+    warmup: int = 50
+    ema: float = 0.995
+    grad_clip: float = 1.0
+
+
+@dataclass
+class CurriculumConfig:
+    """Reverse curriculum: episodes that start from simulator states along demonstrations."""
+
+    fraction: float = 0.0  # share of groups that start so
+    steps_before_end: list[int] = field(default_factory=lambda: [16, 24, 32])
+
+
+@dataclass
+class AlgoConfig:
+    """The iteration: groups, actor update, video update."""
+
+    mode: str = "alternate"  # actor_only, video_only or alternate
+    iterations: int = 3
+    groups_per_iteration: int = 4
+    group_size: int = 4
+    weight_task: float = 1.0
+    weight_rec: float = 0.1
+    normalize_advantage: bool = False
+    balance_tasks: bool = True  # deal tasks by their chance of a mixed group
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    # actor
+    epochs: int = 1
+    minibatch_size: int = 64
+    actor_lr: float = 1e-4
+    clip_epsilon: list[float] = field(default_factory=lambda: [0.2, 0.28])
+    dual_clip: float | None = 3.0
+    normalize_steps: bool = True
+    target_kl: float | None = 0.1  # end the actor update when an epoch's KL passes this
+    grad_clip: float = 1.0
+    # reconstruction reward
+    imagination_steps: int = 5
+    imagination: str = "frozen"
+    # video expert
+    video_every: int = 1  # iterations between video updates
+    video_steps: int = 4
+    video_batch_size: int = 4
+    video_lr: float = 5e-4
+    video_min_episodes: int = 1  # successful episodes needed before the first video update
+    video_max_episodes: int = 256
+    demo_fraction: float = 0.5  # share of demonstration windows in a video batch
+    feature_kl: float = 1.0
+    parity_tolerance: float = 1e-3  # largest |log-prob difference| between rollout and learner
+
+
+@dataclass
+class CollectorConfig:
+    """How episodes are collected."""
+
+    topology: str = "direct"  # direct or multi_async
+    num_workers: int = 1
+
+
+@dataclass
+class EvalConfig:
+    """Evaluation: every task and held-out init state, by the ODE."""
+
+    every: int = 0  # iterations between evaluations; 0 evaluates before the first and after the last only
+    repeats: int = 1  # env seeds per task and init state
+    episodes: int | None = None  # at most so many, spread over tasks; all if null
+
+
+@dataclass
+class LoggerConfig:
+    """What is written where."""
+
+    directory: str = "runs/latest"
+    tensorboard: bool = True
+    video: bool = True  # one rollout video at the end
+    checkpoints: int = 2  # kept
+    rollouts: bool = False  # keep every iteration's records as memory-mapped files
+
+
+@dataclass
+class RunConfig:
+    """A whole run."""
+
+    seed: int = 0
+    device: str = "auto"
+    resume: bool = False
+    env: EnvConfig = field(default_factory=EnvConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    sde: FlowSDEConfig = field(default_factory=FlowSDEConfig)
+    demos: DemoConfig = field(default_factory=DemoConfig)
+    pretrain: PretrainConfig = field(default_factory=PretrainConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    collector: CollectorConfig = field(default_factory=CollectorConfig)
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+
+def parse_config(raw: DictConfig) -> RunConfig:
+    """Check a composed configuration against the types above.
+
+    Raises:
+        ValueError: an unknown key, a value of the wrong type or out of range; the message names the option.
+    """
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), raw))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"bad option {error.full_key or ''}: {str(error).splitlines()[0]}") from error
+    assert isinstance(config, RunConfig)
+    _check(config)
+    return config
+
+
+def _check(config: RunConfig) -> None:
+    algo, env = config.algo, config.env
+    choices = {
+        "env.name": (env.name, ("libero", "tabletop")),
+        "algo.mode": (algo.mode, ("actor_only", "video_only", "alternate")),
+        "algo.imagination": (algo.imagination, ("frozen", "live")),
+        "collector.topology": (config.collector.topology, ("direct", "multi_async")),
+    }
+    for name, (value, known) in choices.items():
+        if value not in known:
+            raise ValueError(f"{name} must be one of {known}, got {value!r}")
+    if algo.group_size < 2:
+        raise ValueError(f"algo.group_size must be at least 2 (an advantage compares episodes), got {algo.group_size}")
+    trains_video = algo.mode != "actor_only"
+    if trains_video and env.replan_steps % 4:
+        raise ValueError(
+            f"env.replan_steps must be a multiple of 4 while the video expert is trained (it sees every 4th frame), "
+            f"got {env.replan_steps}; use algo.mode=actor_only for other values"
+        )
+    positive = {
+        "env.num_envs": env.num_envs,
+        "algo.groups_per_iteration": algo.groups_per_iteration,
+        "algo.epochs": algo.epochs,
+        "algo.minibatch_size": algo.minibatch_size,
+        "algo.video_every": algo.video_every,
+        "collector.num_workers": config.collector.num_workers,
+        "pretrain.steps": config.pretrain.steps,
+        "demos.episodes_per_task": config.demos.episodes_per_task,
+        "logger.checkpoints": config.logger.checkpoints,
+    }
+    for name, value in positive.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    overlap = set(env.train_init_states) & set(env.eval_init_states)
+    if overlap:
+        raise ValueError(f"env.train_init_states and env.eval_init_states share {sorted(overlap)}")

@@ -1,0 +1,32 @@
+"""What the losses of this package share."""
+
+from __future__ import annotations
+
+import abc
+
+from tensordict import NestedKey
+from torchrl.objectives.common import LossModule
+
+
+class CriticFreeLoss(LossModule):
+    """A loss without value network whose input keys follow from its configurable keys.
+
+    Networks are plain submodules, not functionalised: hooks, DDP, FSDP and compile then behave as usual, and a 5B model
+    is not copied into parameter tensordicts.
+    """
+
+    @abc.abstractmethod
+    def _in_keys(self) -> list[NestedKey]:
+        """Keys that ``forward`` reads."""
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        """Keys that ``forward`` reads; change them with ``set_keys``."""
+        return self._in_keys()
+
+    @in_keys.setter
+    def in_keys(self, values: list[NestedKey]) -> None:
+        raise RuntimeError(f"in_keys of {type(self).__name__} follow from set_keys(...), got {values}")
+
+    def _forward_value_estimator_keys(self, **kwargs) -> None:
+        """There is no value network to forward keys to."""

@@ -1,0 +1,180 @@
+"""Flow-PPO: the clipped surrogate on the exact log-probs of the SDE steps of a flow sampler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict.nn import dispatch
+from torch import Tensor
+
+from wamrl_torchrl import schema
+from wamrl_torchrl.modules.fastwam.schedule import build_schedule
+from wamrl_torchrl.modules.flow_sde import gaussian_log_prob, sde_coefficients
+from wamrl_torchrl.modules.policy import FlowPolicy
+from wamrl_torchrl.objectives.common import CriticFreeLoss
+
+#: exp() of a larger log-ratio says nothing more and overflows.
+MAX_LOG_RATIO = 20.0
+
+
+class FlowPPOLoss(CriticFreeLoss):
+    r"""Clipped policy loss for :class:`~wamrl_torchrl.modules.policy.FlowPolicy`.
+
+    One ratio per stochastic step of a chain:
+
+    .. math::
+        \log r = \sum_{rows} \log p_\theta(x_{k+1} | x_k) - \log p_{old}(x_{k+1} | x_k), \quad
+        L = -\min(r A, clip(r, 1 - \epsilon_{lo}, 1 + \epsilon_{hi}) A)
+
+    With one stochastic step, ``rows="prefix"``, no step normalisation and no dual clip it equals
+    :class:`torchrl.objectives.ClipPPOLoss`.
+
+    Args:
+        actor_network: the policy. It is used as it is, not functionalised, so hooks, DDP and compile keep working.
+
+    Keyword Args:
+        clip_epsilon: symmetric, or (lower, upper) clip range; (0.2, 0.28) after DAPO (arXiv 2503.14476).
+        dual_clip: for negative advantages the loss is at most ``dual_clip * |A|`` (arXiv 1912.09729); None for no
+            bound.
+        rows: which actions of the chunk enter the ratio: those ``"executed"`` (by the mask of the record), the
+            ``"prefix"`` that the environment would execute without an early end, or ``"all"`` 32.
+        row_reduction: ``"sum"`` is the true density ratio, ``"mean"`` its per-dimension geometric mean, which wants a
+            clip range about as many times smaller as there are dimensions.
+        normalize_steps: scale each log-ratio by ``c_ref / c_k`` with c_k the gain of its step and c_ref the median
+            gain. The gain differs tenfold between steps, so that one clip range cannot fit them all otherwise
+            (after GRPO-Guard, arXiv 2510.22319). Exact at the old weights.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"`` over batch and stochastic steps.
+
+    The loss writes ``loss_objective`` and, detached, ``clip_fraction``, ``kl_approx``, ``max_ratio``, ``mean_ratio``,
+    ``ESS`` (as TorchRL's PPO losses do) and ``abs_log_ratio``. Records without any counted action carry no weight.
+
+    Examples:
+        >>> loss = FlowPPOLoss(policy, clip_epsilon=(0.2, 0.28))
+        >>> loss(batch)["loss_objective"].backward()
+    """
+
+    @dataclass
+    class _AcceptedKeys:
+        """Keys of the input; set them with :meth:`set_keys`."""
+
+        advantage: NestedKey = schema.ADVANTAGE
+        log_prob_rows: NestedKey = schema.LOG_PROB_ROWS
+        executed_mask: NestedKey = ("next", schema.EXECUTED_MASK)
+
+    tensor_keys: _AcceptedKeys
+    default_keys = _AcceptedKeys
+    out_keys = (
+        "loss_objective", "clip_fraction", "kl_approx", "max_ratio", "mean_ratio", "ESS", "abs_log_ratio",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        actor_network: FlowPolicy,
+        *,
+        clip_epsilon: float | tuple[float, float] = (0.2, 0.28),
+        dual_clip: float | None = 3.0,
+        rows: Literal["executed", "prefix", "all"] = "executed",
+        row_reduction: Literal["sum", "mean"] = "sum",
+        normalize_steps: bool = True,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+    ) -> None:
+        super().__init__()
+        low, high = (clip_epsilon, clip_epsilon) if isinstance(clip_epsilon, float | int) else clip_epsilon
+        if not (0 < low < 1 and high > 0):
+            raise ValueError(f"clip_epsilon must be (lower in (0, 1), upper > 0), got {clip_epsilon}")
+        if dual_clip is not None and dual_clip <= 1:
+            raise ValueError(f"dual_clip must exceed 1, got {dual_clip}")
+        for name, value, known in (
+            ("rows", rows, ("executed", "prefix", "all")),
+            ("row_reduction", row_reduction, ("sum", "mean")),
+            ("reduction", reduction, ("mean", "sum", "none")),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {known}, got {value!r}")
+        self.actor_network = actor_network
+        self.clip_epsilon = (float(low), float(high))
+        self.dual_clip = dual_clip
+        self.rows = rows
+        self.row_reduction = row_reduction
+        self.normalize_steps = normalize_steps
+        self.reduction = reduction
+        sde = actor_network.sde
+        schedule = build_schedule(sde.num_steps, actor_network.model.config.action_shift)
+        gain = sde_coefficients(schedule, sde.noise_level, std_floor=sde.std_floor).gain
+        self.register_buffer("step_scale", gain.median() / gain, persistent=False)
+
+    def _in_keys(self) -> list[NestedKey]:
+        keys = self.tensor_keys
+        state = [schema.IMAGE, schema.PROPRIO, schema.TASK_ID, schema.CHAIN, schema.K_STAR]
+        mask = [keys.executed_mask] if self.rows == "executed" else []
+        return [*state, keys.advantage, keys.log_prob_rows, *mask]
+
+    def _row_mask(self, tensordict: TensorDictBase, batch: int) -> Tensor:
+        """Bool [B,T]: actions that enter the ratio."""
+        network = self.actor_network
+        position = torch.arange(network.model.config.chunk, device=network.device)
+        if self.rows == "executed":
+            return tensordict.get(self.tensor_keys.executed_mask)
+        limit = network.executed_rows if self.rows == "prefix" else len(position)
+        return (position < limit).expand(batch, -1)
+
+    def log_ratio(self, tensordict: TensorDictBase, new_rows: Tensor, mask: Tensor) -> Tensor:
+        """Log-ratio [B,S] per stochastic step, reduced over the rows of ``mask`` and normalised by step."""
+        old_rows = tensordict.get(self.tensor_keys.log_prob_rows)
+        if old_rows.shape != new_rows.shape:
+            raise ValueError(
+                f"{self.tensor_keys.log_prob_rows!r} must be of shape {tuple(new_rows.shape)} (batch, stochastic "
+                f"steps, chunk), found {tuple(old_rows.shape)}"
+            )
+        log_ratio = ((new_rows - old_rows) * mask[:, None]).sum(-1)
+        if self.row_reduction == "mean":
+            log_ratio = log_ratio / (mask.sum(-1, keepdim=True) * schema.ACTION_DIM).clamp(min=1)
+        if self.normalize_steps:
+            log_ratio = log_ratio * self.step_scale[tensordict.get(schema.K_STAR)]
+        return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    @dispatch
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Loss of a batch of macro-steps [B]."""
+        advantage = tensordict.get(self.tensor_keys.advantage)
+        if advantage.shape != (*tensordict.batch_size, 1):
+            raise ValueError(
+                f"{self.tensor_keys.advantage!r} must be of shape {(*tensordict.batch_size, 1)}, "
+                f"found {tuple(advantage.shape)}"
+            )
+        moves = self.actor_network.transitions(tensordict)
+        new_rows = gaussian_log_prob(
+            moves.target.flatten(0, 1), moves.mean.flatten(0, 1), moves.std.flatten()
+        ).unflatten(0, moves.std.shape)
+        mask = self._row_mask(tensordict, len(new_rows))
+        log_ratio = self.log_ratio(tensordict, new_rows, mask)
+        ratio = log_ratio.exp()
+        low, high = 1 - self.clip_epsilon[0], 1 + self.clip_epsilon[1]
+        gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+        if self.dual_clip is not None:
+            gain = torch.where(advantage < 0, torch.maximum(gain, self.dual_clip * advantage), gain)
+        counted = mask.any(-1, keepdim=True).expand_as(gain)
+        loss = torch.where(counted, -gain, 0.0)
+        if self.reduction == "mean":
+            loss = loss.sum() / counted.sum().clamp(min=1)
+        elif self.reduction == "sum":
+            loss = loss.sum()
+        out = {"loss_objective": loss, **self._diagnostics(log_ratio.detach(), ratio.detach(), counted)}
+        return TensorDict(out)
+
+    def _diagnostics(self, log_ratio: Tensor, ratio: Tensor, counted: Tensor) -> dict[str, Tensor]:
+        total = counted.sum().clamp(min=1)
+        low, high = 1 - self.clip_epsilon[0], 1 + self.clip_epsilon[1]
+        weight = torch.where(counted, ratio, 0.0)
+        return {
+            "clip_fraction": (((ratio < low) | (ratio > high)) & counted).sum() / total,
+            # Schulman's k3 estimator: unbiased and never negative.
+            "kl_approx": torch.where(counted, ratio - 1 - log_ratio, 0.0).sum() / total,
+            "max_ratio": weight.max(),
+            "mean_ratio": weight.sum() / total,
+            "ESS": weight.sum().square() / weight.square().sum().clamp(min=1e-12) / total,
+            "abs_log_ratio": torch.where(counted, log_ratio.abs(), 0.0).sum() / total,
+        }

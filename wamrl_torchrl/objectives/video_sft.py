@@ -1,0 +1,113 @@
+"""Supervised flow-matching losses: video SFT on successful episodes, and cloning of action chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict.nn import dispatch
+
+from wamrl_torchrl import schema
+from wamrl_torchrl.data.stats import DatasetStats
+from wamrl_torchrl.modules.fastwam.model import FastWAM, draw_flow_noise
+from wamrl_torchrl.objectives.common import CriticFreeLoss
+
+
+class VideoSFTLoss(CriticFreeLoss):
+    """Flow-matching loss of the video expert on windows of real frames.
+
+    Reads ``video`` uint8 [B,1+4n,3,H,W] (frames at every 4th action from the decision on), ``image_is_pad`` bool
+    [B,1+4n], ``("observation","proprio")`` and ``task_id``; writes ``loss_video``. The loss is FastWAM's: mean squared
+    velocity error of the future latent frames, padded ones left out, weighted over time.
+
+    Args:
+        model: the world-action model.
+
+    Keyword Args:
+        generator: source of times and noise; the default generator if None.
+    """
+
+    @dataclass
+    class _AcceptedKeys:
+        """Keys of the input; set them with :meth:`set_keys`."""
+
+        video: NestedKey = "video"
+        image_is_pad: NestedKey = "image_is_pad"
+
+    tensor_keys: _AcceptedKeys
+    default_keys = _AcceptedKeys
+    out_keys = ("loss_video",)
+
+    def __init__(self, model: FastWAM, *, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.generator = generator
+
+    def _in_keys(self) -> list[NestedKey]:
+        return [self.tensor_keys.video, self.tensor_keys.image_is_pad, schema.PROPRIO, schema.TASK_ID]
+
+    @dispatch
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Loss of a batch of windows [B]."""
+        model = self.model
+        latents = model.codec.encode(tensordict.get(self.tensor_keys.video).transpose(1, 2))
+        flow = draw_flow_noise(latents, model.config.video_shift, self.generator)
+        losses = model.video_loss(
+            latents.to(model.dtype),
+            model.context(tensordict),
+            flow,
+            image_is_pad=tensordict.get(self.tensor_keys.image_is_pad),
+        )
+        return TensorDict({"loss_video": losses.mean()})
+
+
+class ActionSFTLoss(CriticFreeLoss):
+    """Flow-matching loss of action chunks (behaviour cloning); trains both experts.
+
+    Reads a state, ``actions`` float32 [B,32,7] in the environment's convention and ``action_is_pad`` bool [B,32];
+    writes ``loss_action``.
+
+    Args:
+        model: the world-action model.
+        stats: normalisation of the actions.
+
+    Keyword Args:
+        generator: source of times and noise; the default generator if None.
+    """
+
+    @dataclass
+    class _AcceptedKeys:
+        """Keys of the input; set them with :meth:`set_keys`."""
+
+        actions: NestedKey = "actions"
+        action_is_pad: NestedKey = "action_is_pad"
+
+    tensor_keys: _AcceptedKeys
+    default_keys = _AcceptedKeys
+    out_keys = ("loss_action",)
+
+    def __init__(self, model: FastWAM, stats: DatasetStats, *, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.stats = stats
+        self.generator = generator
+
+    def _in_keys(self) -> list[NestedKey]:
+        keys = self.tensor_keys
+        return [schema.IMAGE, schema.PROPRIO, schema.TASK_ID, keys.actions, keys.action_is_pad]
+
+    @dispatch
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Loss of a batch of windows [B]."""
+        model = self.model
+        actions = self.stats.from_env_actions(tensordict.get(self.tensor_keys.actions))
+        flow = draw_flow_noise(actions, model.config.action_shift, self.generator)
+        losses = model.action_loss(
+            model.encode_image(tensordict),
+            model.context(tensordict),
+            actions,
+            flow,
+            action_is_pad=tensordict.get(self.tensor_keys.action_is_pad),
+        )
+        return TensorDict({"loss_action": losses.mean()})
