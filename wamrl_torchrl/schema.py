@@ -92,7 +92,15 @@ MACRO_STEP: dict[NestedKey, tuple[torch.dtype, tuple[int | str, ...]]] = {
 
 #: Without these a record cannot be replayed: the log-prob could not be recomputed from it.
 REQUIRED = (IMAGE, PROPRIO, TASK_ID, ENV_SEED, INIT_STATE_ID, GROUP_ID, EPISODE_ID, CHUNK_INDEX, ACTION, CHAIN, K_STAR)
-REQUIRED = (*REQUIRED, LOG_PROB, LOG_PROB_ROWS, NOISE_SEED, ("next", EXECUTED_MASK), ("next", SUCCESS), ("next", "done"))
+REQUIRED = (
+    *REQUIRED,
+    LOG_PROB,
+    LOG_PROB_ROWS,
+    NOISE_SEED,
+    ("next", EXECUTED_MASK),
+    ("next", SUCCESS),
+    ("next", "done"),
+)
 
 
 def validate_macro_step(record: TensorDictBase, *, required: Iterable[NestedKey] = REQUIRED) -> None:

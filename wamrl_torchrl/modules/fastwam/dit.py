@@ -166,9 +166,7 @@ class Expert(nn.Module):
         self.text_embedding = nn.Sequential(
             nn.Linear(config.text_dim, hidden), nn.GELU(approximate="tanh"), nn.Linear(hidden, hidden)
         )
-        self.time_embedding = nn.Sequential(
-            nn.Linear(config.freq_dim, hidden), nn.SiLU(), nn.Linear(hidden, hidden)
-        )
+        self.time_embedding = nn.Sequential(nn.Linear(config.freq_dim, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(hidden, 6 * hidden))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
 

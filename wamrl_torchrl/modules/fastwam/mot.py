@@ -105,9 +105,7 @@ class MixtureOfTransformers(nn.Module):
         _, six = video.embed_time(first.new_zeros(len(first), dtype=torch.float32))
         return video.run(video.patchify(first), six, video.rope(0, 1), text, only_cache=True)[1]
 
-    def video_velocity(
-        self, future: Tensor, time: Tensor, text: list[KeyValue], first_cache: list[KeyValue]
-    ) -> Tensor:
+    def video_velocity(self, future: Tensor, time: Tensor, text: list[KeyValue], first_cache: list[KeyValue]) -> Tensor:
         """Velocity [B,C,F,H,W] of the future latent frames ``future`` [B,C,F,H,W] at times [B].
 
         The first frame is given by its cache and has no velocity.
@@ -118,9 +116,7 @@ class MixtureOfTransformers(nn.Module):
         x, _ = video.run(x, six, video.rope(1, future.shape[2]), text, first_cache)
         return video.unpatchify(video.head(x, embedding))
 
-    def full_video_cache(
-        self, future: Tensor, text: list[KeyValue], first_cache: list[KeyValue]
-    ) -> list[KeyValue]:
+    def full_video_cache(self, future: Tensor, text: list[KeyValue], first_cache: list[KeyValue]) -> list[KeyValue]:
         """Keys and values of all frames at time 0, the first from its cache (inverse-dynamics mode)."""
         video = self.video
         _, six = video.embed_time(future.new_zeros(len(future), dtype=torch.float32))
