@@ -35,8 +35,8 @@ class ChunkEnv(EnvBase):
     reset tensordict, each int64 ``[N,1]``; without them the environment deals random episodes from its own seed. A
     tensordict that merely carries back the ids of the episode that a slot has just run (as after an automatic reset) is
     an observation and not a request, so the slot is dealt a new episode. ``episode_id`` ``-1`` parks a slot: nothing is
-    simulated, and every step of it is truncated with an empty ``executed_mask`` until it is reset to an episode; an
-    automatic reset leaves it parked.
+    simulated, and every step of it is truncated with an empty ``executed_mask`` until it is reset to an episode,
+    dealt or asked for; asking again to park it keeps it parked.
 
     Subclasses implement :meth:`_start_episodes`, :meth:`_execute`, :meth:`_observe` and :meth:`_draw_episodes`.
 
