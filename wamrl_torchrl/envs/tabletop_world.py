@@ -28,13 +28,14 @@ WORKSPACE_LOW, WORKSPACE_HIGH = (-0.2, -0.2, 0.01), (0.2, 0.2, 0.22)
 OPEN_WIDTH = 0.04
 WIDTH_STEP = 0.008  # an open gripper meets an object at the third closing action
 OBJECT_HALF = 0.02  # half the edge of a block: its height of rest, and the finger distance around it
-GRASP_TOLERANCE = (0.008, 0.008, 0.01)  # of the tip from the object's centre when the fingers meet it
+GRASP_TOLERANCE = (0.012, 0.012, 0.012)  # of the tip from the object's centre when the fingers meet it
 FALL_STEP = 0.04  # drop of a free object per action
 GOAL_RADIUS = 0.045
 PLACE_TOLERANCE = 0.025  # of the object's centre from the goal's: the block must stand on the plate with its core
 
 HOME = (0.0, 0.0, 0.18)
-CELL, CELL_JITTER = 0.12, 0.022  # objects and goals stand in different cells of a 3 x 3 grid
+#: Objects stand in the three cells of the near row, goals in two of the three of the far row.
+NEAR_ROW, FAR_ROW, CELL, CELL_JITTER = -0.09, 0.09, 0.12, 0.022
 HOME_JITTER = 0.02
 SEED_JITTER = 0.008  # how far an environment seed moves the goals
 
@@ -62,11 +63,13 @@ def initial_states(task_ids: Tensor, init_state_ids: Tensor, env_seeds: Tensor) 
     Returns:
         Float64 [M, STATE_DIM].
     """
-    items = len(OBJECTS) + len(GOALS)
     task, init, seed = task_ids[:, None], init_state_ids[:, None], env_seeds[:, None]
-    cells = uniform_hash(task, init, torch.arange(9)).argsort(-1)[:, :items]
-    xy = CELL * (torch.stack([cells // 3, cells % 3], -1).double() - 1).flatten(1)
-    xy = xy + CELL_JITTER * (2 * uniform_hash(task, init, torch.arange(100, 100 + 2 * items)) - 1)
+    near = uniform_hash(task, init, torch.arange(0, 3)).argsort(-1)[:, : len(OBJECTS)]
+    far = uniform_hash(task, init, torch.arange(3, 6)).argsort(-1)[:, : len(GOALS)]
+    y = CELL * (torch.cat([near, far], -1) - 1).double()
+    x = torch.tensor([NEAR_ROW] * len(OBJECTS) + [FAR_ROW] * len(GOALS), dtype=torch.float64).expand_as(y)
+    xy = torch.stack([x, y], -1).flatten(1)
+    xy = xy + CELL_JITTER * (2 * uniform_hash(task, init, torch.arange(100, 100 + xy.shape[1])) - 1)
     goals = xy[:, 2 * len(OBJECTS) :]
     shift = SEED_JITTER * (2 * uniform_hash(task, init, seed, torch.arange(2 * len(GOALS))) - 1)
     states = torch.empty(len(task_ids), STATE_DIM, dtype=torch.float64)
