@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from wamrl_torchrl.modules.policy import FlowSDEConfig
 
+# Hydra composes the files of CONFIG_DIR onto these types, so it refuses unknown keys and wrong types by name.
 CONFIG_DIR = str(Path(__file__).parent / "configs")
 
 
@@ -152,16 +153,16 @@ class RunConfig:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
 
+ConfigStore.instance().store(name="run_config", node=RunConfig)
+
+
 def parse_config(raw: DictConfig) -> RunConfig:
-    """Check a composed configuration against the types above.
+    """Check a composed configuration and turn it into the types above.
 
     Raises:
-        ValueError: an unknown key, a value of the wrong type or out of range; the message names the option.
+        ValueError: a value out of range; the message names the option.
     """
-    try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), raw))
-    except OmegaConfBaseException as error:
-        raise ValueError(f"bad option {error.full_key or ''}: {str(error).splitlines()[0]}") from error
+    config = OmegaConf.to_object(raw)
     assert isinstance(config, RunConfig)
     _check(config)
     return config

@@ -53,8 +53,8 @@ REWARD_REC_MASK: NestedKey = ("next", "reward_rec_mask")
 RETURN = "return"
 ADVANTAGE = "advantage"
 
-#: What names an episode. ``(task, init state, env seed)`` is the true initial condition: LIBERO draws fixture poses from
-#: the seed and an init state does not restore them. ``group_id`` is shared by the episodes an advantage compares,
+#: What names an episode. ``(task, init state, env seed)`` is the true initial condition: LIBERO draws fixture poses
+#: from the seed and an init state does not restore them. ``group_id`` is shared by the episodes an advantage compares,
 #: ``episode_id`` is unique, or :data:`PARKED` in a slot that has nothing to run.
 EPISODE_KEYS = (TASK_ID, INIT_STATE_ID, ENV_SEED, GROUP_ID, EPISODE_ID)
 PARKED = -1
@@ -62,13 +62,13 @@ PARKED = -1
 #: Outcomes of a step that a record keeps only under "next".
 OUTCOME_KEYS = (FUTURE_FRAMES, FUTURE_MASK, EXECUTED_MASK, SIM_STATES, SUCCESS)
 
-#: ``key: (dtype, event shape)``; a letter stands for a size that the configuration fixes
-#: (``C,H,W`` image, ``K`` flow steps, ``S`` stochastic steps, ``F`` frame offsets, ``N`` states, ``D`` simulator state).
+#: ``key: (dtype, event shape)``; a letter stands for a size that the configuration fixes: ``H,W`` picture, ``K`` points
+#: of a chain, ``S`` stochastic steps, ``F`` frame offsets, ``N`` simulator states of width ``D``.
 MACRO_STEP: dict[NestedKey, tuple[torch.dtype, tuple[int | str, ...]]] = {
     IMAGE: (torch.uint8, (3, "H", "W")),
     STATE: (torch.float32, (STATE_DIM,)),
     PROPRIO: (torch.float32, (STATE_DIM,)),
-    **{key: (torch.int64, (1,)) for key in (*EPISODE_KEYS, CHUNK_INDEX, NOISE_SEED, POLICY_VERSION)},
+    **dict.fromkeys((*EPISODE_KEYS, CHUNK_INDEX, NOISE_SEED, POLICY_VERSION), (torch.int64, (1,))),
     ACTION: (torch.float32, (CHUNK, ACTION_DIM)),
     CHAIN: (torch.float32, ("K", CHUNK, ACTION_DIM)),
     K_STAR: (torch.int64, ("S",)),
@@ -91,9 +91,14 @@ MACRO_STEP: dict[NestedKey, tuple[torch.dtype, tuple[int | str, ...]]] = {
 }
 
 #: Without these a record cannot be replayed: the log-prob could not be recomputed from it.
-REQUIRED = (IMAGE, PROPRIO, TASK_ID, ENV_SEED, INIT_STATE_ID, GROUP_ID, EPISODE_ID, CHUNK_INDEX, ACTION, CHAIN, K_STAR)
-REQUIRED = (
-    *REQUIRED,
+REQUIRED: tuple[NestedKey, ...] = (
+    IMAGE,
+    PROPRIO,
+    *EPISODE_KEYS,
+    CHUNK_INDEX,
+    ACTION,
+    CHAIN,
+    K_STAR,
     LOG_PROB,
     LOG_PROB_ROWS,
     NOISE_SEED,

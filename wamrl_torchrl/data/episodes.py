@@ -173,7 +173,7 @@ class EpisodeStore:
         """Number of different windows."""
         return len(self._lay_out().frame) if self._episodes else 0
 
-    def sample_windows(self, batch_size: int, *, generator: torch.Generator) -> TensorDict:
+    def sample_windows(self, batch_size: int, *, generator: torch.Generator, video: bool = True) -> TensorDict:
         """Sample decision windows with replacement, uniformly over all decisions of all episodes.
 
         Args:
@@ -181,6 +181,7 @@ class EpisodeStore:
 
         Keyword Args:
             generator: source of the choice.
+            video: give ``video`` and ``image_is_pad`` as well, nine times the pixels of the picture.
 
         Returns:
             Tensordict [B] with the picture ``("observation","image")`` uint8 [B,3,H,W] and ``("observation","state")``
@@ -202,17 +203,19 @@ class EpisodeStore:
         action_is_pad = actions > last_action
         chunk = flat.actions[torch.minimum(actions, last_action)]
         chunk[..., :-1].masked_fill_(action_is_pad[..., None], 0)
-        return TensorDict(
+        windows = TensorDict(
             {
                 "observation": {"image": flat.frames[first], "state": flat.states[first]},
                 schema.TASK_ID: flat.task_id[chosen],
-                "video": flat.frames[torch.minimum(frames, last_frame)],
-                "image_is_pad": frames > last_frame,
                 "actions": chunk,
                 "action_is_pad": action_is_pad,
             },
             batch_size=[batch_size],
         )
+        if video:
+            windows.set("video", flat.frames[torch.minimum(frames, last_frame)])
+            windows.set("image_is_pad", frames > last_frame)
+        return windows
 
     # ---- disk ---------------------------------------------------------------------------------------------------
     def save(self, directory: str | Path) -> None:

@@ -86,7 +86,7 @@ def _tiny(image_size: tuple[int, int]) -> FastWAMConfig:
         video=ExpertConfig(hidden_dim=96, ffn_dim=192, **shared),
         action=ExpertConfig(hidden_dim=96, ffn_dim=192, **shared),
         image_size=image_size,
-        context_length=16,
+        context_length=24,
     )
 
 

@@ -1,0 +1,96 @@
+"""Scripted demonstrations, written as episodes that pre-training reads: ``wamrl-demos``."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from wamrl_torchrl import schema
+from wamrl_torchrl.build import make_env, task_ids
+from wamrl_torchrl.config import CONFIG_DIR, EnvConfig, RunConfig, parse_config
+from wamrl_torchrl.data.analysis import Rate
+from wamrl_torchrl.data.episodes import STRIDE, EpisodeStore
+from wamrl_torchrl.envs.chunk import ChunkEnv
+from wamrl_torchrl.report import progress_bar
+
+MAX_ENV_SEED = 2**31 - 1
+
+
+def demo_episodes(config: EnvConfig, per_task: int, *, seed: int) -> Tensor:
+    """Episodes to demonstrate, int64 [tasks*per_task,5]: train init states in turn, each with its own env seed."""
+    generator = torch.Generator().manual_seed(seed)
+    tasks = torch.tensor(task_ids(config)).repeat_interleave(per_task)
+    inits = torch.tensor(list(config.train_init_states))
+    inits = inits[torch.arange(len(tasks)) % per_task % len(inits)]
+    seeds = torch.randint(MAX_ENV_SEED, (len(tasks),), generator=generator)
+    index = torch.arange(len(tasks))
+    return torch.stack((tasks, inits, seeds, index, index), 1)
+
+
+def to_episode(demonstration: TensorDictBase) -> TensorDict:
+    """Turn what ``demonstrate`` gives into an episode of :mod:`wamrl_torchrl.data.episodes`."""
+    frames = demonstration.get("frames")
+    keys = ("frames", "actions", schema.SIM_STATES, schema.SUCCESS, schema.TASK_ID, schema.INIT_STATE_ID)
+    episode = demonstration.select(*keys, schema.ENV_SEED)
+    episode.set("states", demonstration.get("states")[::STRIDE])
+    return episode.set("is_decision", torch.ones(len(frames), dtype=torch.bool))
+
+
+def make_demonstrations(env: ChunkEnv, config: RunConfig, console: Console) -> EpisodeStore:
+    """Let the scripted expert run and keep the episodes that succeed.
+
+    Raises:
+        RuntimeError: a task has no successful demonstration.
+    """
+    episodes = demo_episodes(config.env, config.demos.episodes_per_task, seed=config.seed)
+    store = EpisodeStore()
+    wins = dict.fromkeys(task_ids(config.env), 0)
+    batch = max(env.num_envs, math.ceil(len(episodes) / 50))
+    with progress_bar(console, "demonstrations", len(episodes)) as advance:
+        for number, part in enumerate(episodes.split(batch)):
+            for demonstration in env.demonstrate(part, noise=config.demos.noise, seed=config.seed + number):
+                if bool(demonstration.get(schema.SUCCESS)):
+                    store.add(to_episode(demonstration))
+                    wins[int(demonstration.get(schema.TASK_ID))] += 1
+            advance(len(part), f"{len(store)} successful")
+    for task, won in wins.items():
+        console.print(f"  task {task}: expert succeeded in {Rate(won, config.demos.episodes_per_task)}")
+    lost = [task for task, won in wins.items() if not won]
+    if lost:
+        raise RuntimeError(
+            f"the scripted expert never succeeded on tasks {lost}: leave them out with env.task_ids, or raise "
+            "demos.episodes_per_task"
+        )
+    return store
+
+
+@hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="train")
+def _main(raw: DictConfig) -> None:
+    config, console = parse_config(raw), Console()
+    directory = Path(config.logger.directory) / "demos"
+    env = make_env(config.env)
+    try:
+        make_demonstrations(env, config, console).save(directory)
+    finally:
+        env.close()
+    console.print(f"episodes in {directory}")
+
+
+def main() -> None:
+    """Entry point of ``wamrl-demos``."""
+    try:
+        _main()
+    except (ValueError, KeyError, FileNotFoundError, FileExistsError) as error:
+        sys.exit(f"wamrl-demos: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What a person sees of a run: progress, tables, curves, videos."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import av
+import matplotlib
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.ticker import MaxNLocator
+
+
+@contextmanager
+def progress_bar(console: Console, name: str, total: int) -> Iterator[Callable[[int, str], None]]:
+    """Show a progress bar; yields ``advance(steps, note)``. Without a terminal only the final line is printed."""
+    columns = (
+        TextColumn("{task.description:<16}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(name, total=total, note="")
+        yield lambda steps, note: progress.update(task, advance=steps, note=note)
+
+
+def metric_table(title: str, metrics: Mapping[str, object]) -> Table:
+    """Two-column table of metrics."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    return table
+
+
+def plot_curves(scalars: Path, picture: Path) -> None:
+    """Draw every scalar that TorchRL's CSV logger wrote, one panel each.
+
+    Args:
+        scalars: its directory of ``group/name.csv`` files with lines ``step,value``.
+        picture: PNG to write.
+    """
+    panels = {}
+    for path in sorted(scalars.rglob("*.csv")):
+        with path.open() as file:
+            # A resumed run may have written an iteration twice: the later line counts.
+            points = {float(step): float(value) for step, value in csv.reader(file)}
+        panels[str(path.relative_to(scalars).with_suffix(""))] = sorted(points.items())
+    columns = 4
+    rows = max(1, -(-len(panels) // columns))
+    figure, axes = pyplot.subplots(rows, columns, figsize=(16, 2.4 * rows), squeeze=False)
+    for axis, (title, points) in zip(axes.flat, panels.items(), strict=False):
+        axis.plot(*zip(*points, strict=True), marker="o", markersize=3)
+        axis.set_title(title, fontsize=9)
+        axis.grid(alpha=0.3)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
+    figure.supxlabel("iteration", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+    pyplot.close(figure)
+
+
+def write_video(frames: Tensor, path: Path, *, fps: int = 5) -> None:
+    """Write frames uint8 [T,3,H,W] (even height and width) as an H.264 file."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=fps)
+        stream.height, stream.width = frames.shape[2:]
+        stream.pix_fmt = "yuv420p"
+        for frame in frames.permute(0, 2, 3, 1).contiguous().numpy():
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())

@@ -1,0 +1,298 @@
+"""The parts of a training run, built from a configuration and saved and resumed together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from torchrl._utils import timeit
+from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
+from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
+from torchrl.envs import EnvBase
+from torchrl.record.loggers import CSVLogger, TensorboardLogger
+
+from wamrl_torchrl.build import EnvFactory, make_env, task_ids
+from wamrl_torchrl.collectors.collect import make_collector
+from wamrl_torchrl.config import RunConfig
+from wamrl_torchrl.data.analysis import Rate
+from wamrl_torchrl.data.episodes import EpisodeStore
+from wamrl_torchrl.data.starts import StartStates
+from wamrl_torchrl.demos import MAX_ENV_SEED, make_demonstrations
+from wamrl_torchrl.envs.episodes import EpisodePlan
+from wamrl_torchrl.learner import ActorUpdate, ParameterWatch, VideoUpdate
+from wamrl_torchrl.modules.checkpoint import CONFIG_FILE, load_policy, save_policy
+from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora
+from wamrl_torchrl.modules.policy import FlowPolicy
+from wamrl_torchrl.objectives.transforms import GroupAdvantage, ReconstructionReward
+from wamrl_torchrl.pretrain import pretrain
+from wamrl_torchrl.report import metric_table
+
+
+def prepare_start(config: RunConfig, console: Console) -> EpisodeStore | None:
+    """Provide the policy a run starts from, in ``<directory>/start``, and the demonstrations it was made from.
+
+    With ``model.policy`` that policy is taken and there are no demonstrations. Otherwise a few scripted demonstrations
+    are made and a fresh model is pre-trained on them, since a random policy never succeeds; what an earlier run left in
+    the directory is used again.
+
+    Raises:
+        FileExistsError: the directory holds a run and ``resume`` is not set.
+        ValueError: a curriculum is asked for without demonstrations.
+    """
+    directory = Path(config.logger.directory)
+    if (directory / "checkpoints").exists() and not config.resume:
+        raise FileExistsError(
+            f"{directory} holds a run: continue it with resume=true, or choose another logger.directory"
+        )
+    start = directory / "start"
+    if config.model.policy is not None:
+        if config.algo.curriculum.fraction:
+            raise ValueError("algo.curriculum.fraction > 0 needs demonstrations, but model.policy was given")
+        if not (start / CONFIG_FILE).exists():
+            save_policy(load_policy(config.model.policy), start)
+        return None
+    if (directory / "demos").exists():
+        demos = EpisodeStore.load(directory / "demos")
+        console.print(f"{len(demos)} demonstrations from {directory / 'demos'}")
+    else:
+        console.print("A random policy never succeeds: making scripted demonstrations first.")
+        env = make_env(config.env)
+        try:
+            demos = make_demonstrations(env, config, console)
+        finally:
+            env.close()
+        demos.save(directory / "demos")
+    if not (start / CONFIG_FILE).exists():
+        console.print("Pre-training a fresh model on the demonstrations.")
+        save_policy(pretrain(config, demos, console), start)
+    return demos
+
+
+def draw_groups(run: Run, weights: Tensor) -> Tensor:
+    """Draw an iteration's groups int64 [M,3]: task, init state, env seed; groups of a task next to each other.
+
+    Args:
+        run: the run; a share of its groups starts along demonstrations.
+        weights: weight of each of the run's tasks.
+    """
+    algo, inits = run.config.algo, torch.tensor(list(run.config.env.train_init_states))
+    chosen = torch.multinomial(weights, algo.groups_per_iteration, replacement=True).sort().values
+    groups = []
+    for task in torch.tensor(run.tasks)[chosen].tolist():
+        if run.starts is not None and float(torch.rand(())) < algo.curriculum.fraction:
+            groups.append((task, *run.starts.draw(task, torch.default_generator)))
+        else:
+            init = int(inits[torch.randint(len(inits), ())])
+            groups.append((task, init, int(torch.randint(MAX_ENV_SEED, ()))))
+    return torch.tensor(groups)
+
+
+class Run:
+    """Everything that lives as long as a run; a context manager that starts and ends its processes.
+
+    Args:
+        config: the configuration.
+        policy: policy to train, in place.
+        demos: demonstrations for the video update and the curriculum, or None.
+        console: where people are told things.
+
+    Raises:
+        FileNotFoundError: nothing to resume from.
+    """
+
+    def __init__(self, config: RunConfig, policy: FlowPolicy, demos: EpisodeStore | None, console: Console) -> None:
+        self.config = config
+        self.console = console
+        self.directory = Path(config.logger.directory)
+        self.iteration = 0
+        self.held_out: dict[str, Rate] = {}
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.tasks = task_ids(config.env)
+        self.demos = demos
+        self.successes = EpisodeStore(max_episodes=config.algo.video_max_episodes)
+        self.starts: StartStates | None = None
+        if config.algo.curriculum.fraction and demos is not None:
+            self.starts = StartStates(demos, steps_before_end=config.algo.curriculum.steps_before_end)
+            share = config.algo.curriculum.fraction
+            console.print(f"Reverse curriculum: {share:.0%} of the groups start along demonstrations.")
+
+        self.policy = policy
+        policy.sde = config.sde
+        policy.eval()
+        torch.manual_seed(config.seed)
+        add_video_lora(policy.model, VideoLoRA(rank=config.model.lora_rank))
+        policy.to(policy.device)
+        self.actor_update = ActorUpdate(policy, config.algo)
+        self.video_update = VideoUpdate(policy, config.algo)
+        self.watch = ParameterWatch(policy.model)
+        self.reconstruction = ReconstructionReward(
+            policy.model,
+            num_steps=config.algo.imagination_steps,
+            imagination=config.algo.imagination,  # type: ignore[arg-type]
+            seed=config.seed,
+        )
+        self.advantage = GroupAdvantage(
+            config.algo.group_size,
+            weight_task=config.algo.weight_task,
+            weight_rec=config.algo.weight_rec,
+            normalize=config.algo.normalize_advantage,
+        )
+        self.buffer = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(1 << 16),
+            sampler=SamplerWithoutReplacement(),
+            transform=self.advantage,
+            batch_size=config.algo.minibatch_size,
+        )
+        self.plan = EpisodePlan()
+
+    # ---- life ---------------------------------------------------------------------------------------------------
+    def __enter__(self) -> Run:
+        config = self.config
+        states = {} if self.starts is None else self.starts.states
+        factory = EnvFactory(config.env, self.policy.stats, self.plan, states)
+        if config.collector.topology == "direct":
+            # Nothing collects while the learner works, so one environment serves rollouts and evaluation.
+            self.eval_env: EnvBase = factory()
+            self.eval_plan = self.plan
+            self.collector = make_collector(lambda *_: self.eval_env, policy=self.policy)
+        else:
+            self.eval_plan = EpisodePlan()
+            self.eval_env = EnvFactory(config.env, factory.stats, self.eval_plan, states)()
+            snapshot = save_policy(self.policy, self.directory / "workers")
+            self.collector = make_collector(
+                factory,
+                topology="multi_async",
+                policy_factory=PolicyFactory(snapshot),
+                num_workers=config.collector.num_workers,
+                envs_per_worker=config.env.num_envs,
+            )
+        self.episodes = iter(self.collector)
+        self._open_checkpoint()
+        self._open_logs()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.plan.close()
+        try:
+            self.collector.shutdown()
+        finally:
+            self.eval_plan.close()
+            if not self.eval_env.is_closed:
+                self.eval_env.close()
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+    def _open_checkpoint(self) -> None:
+        self._rotation = CheckpointRotation(self.directory / "checkpoints", keep_last=self.config.logger.checkpoints)
+        self._checkpoint = Checkpoint(
+            policy=self.policy,
+            actor_optimizer=self.actor_update.optimizer,
+            video_optimizer=self.video_update.optimizer,
+            feature_kl=OwnBuffers(self.video_update.feature_kl),
+            reconstruction=self.reconstruction,
+            advantage=self.advantage,
+            plan=self.plan,
+            progress=self,
+            rng=GlobalRNGState(),
+        )
+        latest = self._rotation.latest()
+        if self.config.resume and latest is not None:
+            self._checkpoint.load(latest)
+            successes = latest.parent / f"{latest.name}-successes"
+            if successes.exists():
+                self.successes = EpisodeStore.load(successes, max_episodes=self.config.algo.video_max_episodes)
+            self.watch = ParameterWatch(self.policy.model)
+            self.console.print(f"Resumed after iteration {self.iteration} from {latest}")
+
+    def state_dict(self) -> dict:
+        """Progress of the run."""
+        return {
+            "iteration": self.iteration,
+            "held_out": {name: list(rate) for name, rate in self.held_out.items()},
+            "seconds": dict(self.seconds),
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restore :meth:`state_dict`."""
+        self.iteration = state["iteration"]
+        self.held_out = {name: Rate(*rate) for name, rate in state["held_out"].items()}
+        self.seconds = defaultdict(float, state["seconds"])
+
+    def save(self) -> None:
+        """Write a checkpoint of the current iteration."""
+        with timeit("checkpoint"):
+            self._rotation.save(self._checkpoint, step=self.iteration)
+
+    # ---- logs ---------------------------------------------------------------------------------------------------
+    def _open_logs(self) -> None:
+        self.loggers = [CSVLogger("metrics", log_dir=str(self.directory))]
+        if self.config.logger.tensorboard:
+            self.loggers.append(TensorboardLogger("tensorboard", log_dir=str(self.directory)))
+        self.scalars = self.directory / "metrics" / "scalars"
+        timeit.erase()
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Log an iteration's metrics and phase times, and show them."""
+        times = {f"time/{phase}": seconds for phase, seconds in timeit.todict().items()}
+        timeit.erase()
+        for name, seconds in times.items():
+            self.seconds[name.removeprefix("time/")] += seconds
+        for logger in self.loggers:
+            for name, value in {**metrics, **times}.items():
+                logger.log_scalar(name, value, step=self.iteration)
+        self.console.print(metric_table(f"iteration {self.iteration}", {**metrics, **times}))
+
+    def group_metrics(self) -> dict[str, float]:
+        """What the last advantage computation saw and kept."""
+        report = self.advantage.report
+        assert report is not None
+        metrics = {
+            "groups/kept": float(report.kept),
+            "groups/kept_fraction": report.kept / max(1, report.groups),
+            "groups/return_std": report.return_std,
+        }
+        per_task = {f"task_success/{task}": k / n for task, (k, n) in report.task_success.items()}
+        return metrics | per_task
+
+    def expect_changed(self, parts: set[str]) -> None:
+        """Make sure that an update changed its own parameters and no others.
+
+        Raises:
+            RuntimeError: anything else changed, or nothing did.
+        """
+        changed = self.watch.changed()
+        if changed != parts:
+            raise RuntimeError(f"the update should change {sorted(parts)} only, it changed {sorted(changed)}")
+        self.console.print(f"  changed parameters: {', '.join(sorted(changed))}")
+
+
+class PolicyFactory:
+    """Picklable builder of a worker's policy from a saved one."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __call__(self) -> FlowPolicy:
+        """Load the policy."""
+        return load_policy(self.directory)
+
+
+class OwnBuffers:
+    """State of a loss module without the model it refers to, which is saved once elsewhere."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The module's own buffers."""
+        return dict(self._module.named_buffers(recurse=False))
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore :meth:`state_dict`."""
+        for name, buffer in self._module.named_buffers(recurse=False):
+            buffer.copy_(state[name])

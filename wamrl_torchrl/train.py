@@ -1,0 +1,183 @@
+"""WAM-RL: flow-PPO on the action expert, video SFT on the video expert, in one loop: ``wamrl-train``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import hydra
+import torch
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl._utils import timeit
+
+from wamrl_torchrl import schema
+from wamrl_torchrl.build import choose_device
+from wamrl_torchrl.collectors.collect import collect_episodes, join_episodes, push_weights
+from wamrl_torchrl.config import CONFIG_DIR, RunConfig, parse_config
+from wamrl_torchrl.data.analysis import Rate
+from wamrl_torchrl.data.episodes import episodes_from_rollout
+from wamrl_torchrl.evaluate import eval_conditions, evaluate, success_rate, task_rates, total_rate
+from wamrl_torchrl.learner import parity_gap
+from wamrl_torchrl.modules.checkpoint import load_policy, save_policy
+from wamrl_torchrl.report import metric_table, plot_curves, progress_bar, write_video
+from wamrl_torchrl.run import Run, draw_groups, prepare_start
+
+
+def train(config: RunConfig, console: Console) -> dict[str, Rate]:
+    """Run the configured number of iterations and return the held-out success rates ``start`` and ``end``."""
+    directory = Path(config.logger.directory)
+    demos = prepare_start(config, console)
+    with Run(config, load_policy(directory / "start", device=choose_device(config.device)), demos, console) as run:
+        if run.iteration == 0:
+            run.held_out["start"] = held_out_success(run)
+        while run.iteration < config.algo.iterations:
+            run.iteration += 1
+            metrics = run_iteration(run)
+            if config.evaluation.every and run.iteration % config.evaluation.every == 0:
+                metrics["held_out/success"] = held_out_success(run).value
+            run.log(metrics)
+            run.save()
+        run.held_out["end"] = held_out_success(run, video=config.logger.video)
+        run.save()
+        finish(run)
+        return run.held_out
+
+
+def run_iteration(run: Run) -> dict[str, float]:
+    """One iteration: collect, score, update the actor, then the video expert, and hand out the new weights."""
+    algo, policy = run.config.algo, run.policy
+    with timeit("collect"):
+        rollout = collect(run)
+    metrics = rollout_metrics(rollout) | {"rollout/parity_gap": check_parity(run, rollout)}
+    if algo.weight_rec:
+        with timeit("reconstruction"):
+            rollout = run.reconstruction.inv(rollout)
+        metrics |= reconstruction_metrics(rollout)
+
+    if algo.mode != "video_only":
+        with timeit("actor"):
+            run.buffer.empty()
+            run.buffer.extend(rollout)  # adds returns and advantages, drops groups that agree in success
+            metrics |= run.group_metrics()
+            if len(run.buffer):
+                metrics |= run.actor_update(run.buffer)
+                run.expect_changed({"action_expert"})
+
+    for episode in episodes_from_rollout(rollout) if algo.mode != "actor_only" else ():
+        run.successes.add(episode)
+    if algo.mode != "actor_only" and run.iteration % algo.video_every == 0:
+        if len(run.successes) >= algo.video_min_episodes:
+            with timeit("video"):
+                metrics |= run.video_update(run.successes, run.demos)
+                run.expect_changed({"adapters"})
+        metrics["video/episodes"] = float(len(run.successes))
+
+    with timeit("push"):
+        push_weights(run.collector, policy)
+    return metrics
+
+
+def collect(run: Run) -> TensorDictBase:
+    """Release the groups of an iteration and collect exactly their episodes, under one set of weights."""
+    algo = run.config.algo
+    weights = run.advantage.task_weights(run.tasks) if algo.balance_tasks else torch.ones(len(run.tasks))
+    released = run.plan.release(draw_groups(run, weights), algo.group_size)
+    episodes: list[TensorDictBase] = []
+    with progress_bar(run.console, f"iteration {run.iteration}/{algo.iterations}", len(released)) as advance:
+        for episode in collect_episodes(run.episodes, len(released)):
+            episodes.append(episode)
+            advance(1, f"success {success_rate(episodes)}")
+    rollout = join_episodes(episodes)
+    schema.validate_macro_step(rollout)
+    return rollout
+
+
+def check_parity(run: Run, rollout: TensorDictBase) -> float:
+    """Compare rollout and learner log-probs; a gap beyond rounding means that they do not run the same policy."""
+    gap = parity_gap(run.policy, rollout)
+    if gap > run.config.algo.parity_tolerance:
+        raise RuntimeError(
+            f"log-probs of rollout and learner differ by {gap:.3g}, more than algo.parity_tolerance="
+            f"{run.config.algo.parity_tolerance:g}: stale weights, another schedule, or train/eval mode"
+        )
+    return gap
+
+
+def rollout_metrics(rollout: TensorDictBase) -> dict[str, float]:
+    """Success and size of a rollout."""
+    total = total_rate(task_rates(rollout))
+    executed = rollout.get(("next", schema.EXECUTED_MASK)).sum()
+    return {
+        "rollout/success": total.value,
+        "rollout/episodes": float(total.n),
+        "rollout/decisions": float(len(rollout)),
+        "rollout/env_steps": float(executed),
+    }
+
+
+def reconstruction_metrics(rollout: TensorDictBase) -> dict[str, float]:
+    """Mean squared error of imagination, over all decisions and by the outcome of their episode."""
+    error = -rollout.get(("next", "reward_rec_raw")).squeeze(-1)
+    mask = rollout.get(schema.REWARD_REC_MASK).squeeze(-1)
+    ids = rollout.get(schema.EPISODE_ID).squeeze(-1)
+    won = torch.isin(ids, ids[rollout.get(("next", schema.SUCCESS)).squeeze(-1)])
+    metrics = {"reconstruction/mse": float(error[mask].mean()), "reconstruction/mse_std": float(error[mask].std())}
+    for name, outcome in (("success", won), ("failure", ~won)):
+        if bool((outcome & mask).any()):
+            metrics[f"reconstruction/mse_{name}"] = float(error[outcome & mask].mean())
+    return metrics
+
+
+def held_out_success(run: Run, *, video: bool = False) -> Rate:
+    """Success of the deterministic policy on held-out initial conditions."""
+    with timeit("evaluate"):
+        records = evaluate(run.eval_env, run.policy, run.eval_plan, eval_conditions(run.config), run.console)
+    if video:
+        frames = rollout_frames(records)
+        write_video(frames, run.directory / "rollout.mp4")
+    return total_rate(task_rates(records))
+
+
+def rollout_frames(records: TensorDictBase) -> Tensor:
+    """Frames uint8 [T,3,H,W] of the first success, or of the first episode if there is none."""
+    episodes = episodes_from_rollout(records) or episodes_from_rollout(records, only_success=False)
+    return episodes[0].get("frames")
+
+
+def finish(run: Run) -> None:
+    """Write curves, policy and summary, and show them."""
+    policy = save_policy(run.policy, run.directory / "policy")
+    plot_curves(run.scalars, run.directory / "curves.png")
+    summary = {name: [*rate, *rate.interval()] for name, rate in run.held_out.items()}
+    (run.directory / "summary.json").write_text(json.dumps({"held_out": summary, "seconds": run.seconds}, indent=2))
+    table = {f"held-out success, {name}": str(rate) for name, rate in run.held_out.items()}
+    table |= {f"time, {phase}": f"{seconds:.0f} s" for phase, seconds in run.seconds.items()}
+    run.console.print(metric_table("summary (k/n, 95 % Wilson interval)", table))
+    run.console.print(f"policy {policy}\ncurves {run.directory / 'curves.png'}")
+    if (run.directory / "rollout.mp4").exists():
+        run.console.print(f"video {run.directory / 'rollout.mp4'}")
+
+
+@hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="train")
+def _main(raw: DictConfig) -> None:
+    config = parse_config(raw)
+    directory = Path(config.logger.directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(OmegaConf.structured(config), directory / "config.yaml")
+    train(config, Console())
+
+
+def main() -> None:
+    """Entry point of ``wamrl-train``."""
+    try:
+        _main()
+    except (ValueError, KeyError, FileNotFoundError, FileExistsError) as error:
+        sys.exit(f"wamrl-train: {error}")
+
+
+if __name__ == "__main__":
+    main()
