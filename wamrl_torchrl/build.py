@@ -64,7 +64,7 @@ def make_env(config: EnvConfig, *, start_states: dict[int, Tensor] | None = None
     common = {
         "task_ids": task_ids(config),
         "replan_steps": config.replan_steps,
-        "init_state_ids": list(config.train_init_states),
+        "init_state_ids": range(*config.train_init_states),
         "start_states": start_states,
     }
     if config.max_episode_steps is not None:

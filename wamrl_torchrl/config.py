@@ -26,8 +26,8 @@ class EnvConfig:
     max_episode_steps: int | None = None  # the suite's own horizon if null
     settle_steps: int = 10  # no-ops after a reset (LIBERO; the released protocol waits 30)
     image_size: list[int] = field(default_factory=lambda: [224, 448])
-    train_init_states: list[int] = field(default_factory=lambda: list(range(40)))
-    eval_init_states: list[int] = field(default_factory=lambda: list(range(40, 50)))
+    train_init_states: tuple[int, int] = (0, 40)  # from, to (excluded)
+    eval_init_states: tuple[int, int] = (40, 50)  # held out
 
 
 @dataclass
@@ -201,6 +201,9 @@ def _check(config: RunConfig) -> None:
     for name, value in positive.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    overlap = set(env.train_init_states) & set(env.eval_init_states)
+    for name, (first, end) in (("train", env.train_init_states), ("eval", env.eval_init_states)):
+        if not 0 <= first < end:
+            raise ValueError(f"env.{name}_init_states must be (from, to) with 0 <= from < to, got {(first, end)}")
+    overlap = set(range(*env.train_init_states)) & set(range(*env.eval_init_states))
     if overlap:
         raise ValueError(f"env.train_init_states and env.eval_init_states share {sorted(overlap)}")

@@ -29,7 +29,7 @@ from wamrl_torchrl.report import metric_table, progress_bar
 
 def eval_conditions(config: RunConfig) -> Tensor:
     """Initial conditions int64 [M,3]: tasks x held-out init states x env seeds, tasks in turn when cut short."""
-    inits, repeats = torch.tensor(list(config.env.eval_init_states)), torch.arange(config.evaluation.repeats)
+    inits, repeats = torch.arange(*config.env.eval_init_states), torch.arange(config.evaluation.repeats)
     tasks = torch.tensor(task_ids(config.env))
     conditions = torch.cartesian_prod(repeats, inits, tasks)[:, [2, 1, 0]]
     conditions = conditions[: config.evaluation.episodes]

@@ -82,7 +82,7 @@ class FeatureKLLoss(CriticFreeLoss):
     def _in_keys(self) -> list[NestedKey]:
         return [self.tensor_keys.image, schema.PROPRIO, schema.TASK_ID]
 
-    def _cache(self, latents: Tensor, context: Tensor) -> list[KeyValue]:
+    def _first_frame_cache(self, latents: Tensor, context: Tensor) -> list[KeyValue]:
         video = self.model.mot.video
         return self.model.mot.first_frame_cache(latents, video.text_cache(context))
 
@@ -132,8 +132,8 @@ class FeatureKLLoss(CriticFreeLoss):
             latents = model.codec.encode(tensordict.get(self.tensor_keys.image).unsqueeze(2)).to(model.dtype)
             context = model.context(tensordict)
             with adapters_disabled(model.mot.video):
-                frozen_cache = self._cache(latents, context)
-        live_cache = self._cache(latents, context)
+                frozen_cache = self._first_frame_cache(latents, context)
+        live_cache = self._first_frame_cache(latents, context)
         live, frozen = self._features(live_cache), self._features(frozen_cache)
         if self.training:
             self._update_variances(live, frozen)
