@@ -28,7 +28,7 @@ def demo_episodes(config: EnvConfig, per_task: int, *, seed: int) -> Tensor:
     """Episodes to demonstrate, int64 [tasks*per_task,5]: train init states in turn, each with its own env seed."""
     generator = torch.Generator().manual_seed(seed)
     tasks = torch.tensor(task_ids(config)).repeat_interleave(per_task)
-    inits = torch.tensor(list(config.train_init_states))
+    inits = torch.arange(*config.train_init_states)
     inits = inits[torch.arange(len(tasks)) % per_task % len(inits)]
     seeds = torch.randint(MAX_ENV_SEED, (len(tasks),), generator=generator)
     index = torch.arange(len(tasks))

@@ -79,7 +79,7 @@ def draw_groups(run: Run, weights: Tensor) -> Tensor:
         run: the run; a share of its groups starts along demonstrations.
         weights: weight of each of the run's tasks.
     """
-    algo, inits = run.config.algo, torch.tensor(list(run.config.env.train_init_states))
+    algo, inits = run.config.algo, torch.arange(*run.config.env.train_init_states)
     chosen = torch.multinomial(weights, algo.groups_per_iteration, replacement=True).sort().values
     groups = []
     for task in torch.tensor(run.tasks)[chosen].tolist():

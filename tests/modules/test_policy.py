@@ -121,7 +121,7 @@ def test_policy_drives_an_environment_under_its_specs():
     from wamrl_torchrl.envs.tabletop import TableTopEnv
 
     policy = make_policy()
-    env = TransformedEnv(TableTopEnv(3), NormalizeProprio(policy.stats))
+    env = TransformedEnv(TableTopEnv(3, task_ids=[0, 2]), NormalizeProprio(policy.stats))
     check_env_specs(env)
     rollout = env.rollout(3, policy)
     assert rollout["action"].shape == (3, 3, 32, 7)

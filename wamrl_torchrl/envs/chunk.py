@@ -1,7 +1,7 @@
 """The chunk environment: what LIBERO and TableTop share, from specs to episode identity.
 
 A step takes a chunk of 32 actions and executes the first ``replan_steps`` of them, so one environment step is one
-decision of the policy. TorchRL's ``MultiAction`` is not used: it loses the reward of a success in the middle of a chunk.
+decision of the policy. TorchRL's ``MultiAction`` is not used: it loses the reward of a success in mid-chunk.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class ChunkEnv(EnvBase):
 
     @abc.abstractmethod
     def _observe(self) -> tuple[Tensor, Tensor]:
-        """Current image uint8 [N,3,H,W] and state float32 [N,8] of all slots, in tensors that later steps leave alone."""
+        """Image uint8 [N,3,H,W] and state float32 [N,8] of all slots now, in tensors that later steps leave alone."""
 
     @abc.abstractmethod
     def _draw_episodes(self, count: int, generator: torch.Generator) -> Tensor:
@@ -153,7 +153,8 @@ class ChunkEnv(EnvBase):
 
     def _requested_episodes(self, tensordict: TensorDictBase | None, slots: Tensor) -> Tensor:
         """Episodes to start in ``slots``: those asked for, else freshly dealt ones; int64 [M,5]."""
-        have = [] if tensordict is None else [key for key in schema.EPISODE_KEYS if key in tensordict.keys()]
+        keys = set() if tensordict is None else set(tensordict.keys())
+        have = [key for key in schema.EPISODE_KEYS if key in keys]
         columns = [schema.EPISODE_KEYS.index(key) for key in have]
         dealt = torch.empty(len(slots), len(schema.EPISODE_KEYS), dtype=torch.int64)
         dealt[:, :3] = self._draw_episodes(len(slots), self._generator)
@@ -168,7 +169,7 @@ class ChunkEnv(EnvBase):
         dealt[:, columns] = torch.where(is_echo, dealt[:, columns], asked)
         return dealt
 
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs) -> TensorDictBase:
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs) -> TensorDictBase:  # noqa: ARG002
         mask = None if tensordict is None else tensordict.get("_reset", None)
         mask = torch.ones(self.num_envs, dtype=torch.bool) if mask is None else mask.reshape(self.num_envs)
         slots = mask.nonzero().squeeze(-1)
