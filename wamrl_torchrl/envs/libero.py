@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from wamrl_torchrl import schema
 from wamrl_torchrl.envs.chunk import ChunkEnv, Outcome
-from wamrl_torchrl.envs.libero_suites import SUITES, load_suite, worker_environment
-from wamrl_torchrl.envs.libero_worker import Arrays, Layout, SimPool
+from wamrl_torchrl.envs.libero_suites import EXPERT_SUITES, SUITES, load_suite, worker_environment
+from wamrl_torchrl.envs.libero_worker import Layout, SimPool
 
 IMAGE_SIZE = (224, 448)
 TRAIN_INIT_STATES = range(40)
@@ -23,14 +23,15 @@ MAX_ENV_SEED = 2**32 - 1
 class LiberoEnv(ChunkEnv):
     """LIBERO with an action chunk per step, N simulators that run side by side.
 
-    What is simulated is bit-equal to robosuite's own ``OffScreenRenderEnv`` under the usual protocol (seed, hard reset,
-    init state, no-ops, one action at a time, both cameras), at a fraction of the cost: frames are rendered only where they
-    are returned, and a reset keeps the compiled model. For given (task, init state, env seed, actions) states and frames are
-    the same whatever ran before and in which process; across machines frames differ slightly with the OpenGL driver.
+    States and frames are bit-equal to those of LIBERO's own ``OffScreenRenderEnv`` under the usual protocol (seed, hard
+    reset, init state, no-ops, one action at a time, both cameras), at a fraction of the cost: frames are rendered only
+    where they are returned, and a reset keeps the compiled model. For given (task, init state, env seed, actions) they
+    are the same whatever ran before and in which process; across machines they differ slightly with processor and
+    OpenGL driver.
 
-    Slots are dealt random tasks, unless the reset tensordict says otherwise (see :class:`ChunkEnv`); a slot that changes its
-    task compiles a model, which takes seconds, so keep a slot on a task where you can. ``init_state_id`` below 50 is one
-    of LIBERO's; ``50 + j`` is ``start_states[task_id][j]``.
+    Slots are dealt random tasks, unless the reset tensordict says otherwise (see :class:`ChunkEnv`). A slot that
+    changes its task compiles a model, which takes seconds: keep a slot on a task where you can. ``init_state_id`` below
+    50 is one of LIBERO's; ``50 + j`` is ``start_states[task_id][j]``.
 
     The processes are started by the constructor, in any kind of process (a collector's worker too), and end with
     :meth:`close`, with the environment object, or with the process that holds it. Needs the extra ``libero``.
@@ -57,8 +58,8 @@ class LiberoEnv(ChunkEnv):
 
     Raises:
         ImportError: LIBERO is not installed.
-        RuntimeError: wrong versions, missing assets, no OpenGL; a simulator failed, died or did not answer. The message names
-            slot, pid, task and phase, and the environment is closed.
+        RuntimeError: wrong versions, missing assets, no OpenGL; a simulator failed, died or did not answer. The message
+            names slot, pid, task and phase, and the environment is closed.
         ValueError: an option or an id is out of range.
 
     Examples:
@@ -111,7 +112,7 @@ class LiberoEnv(ChunkEnv):
         options = {"resize": resize, "frame_offsets": self.frame_offsets}
         pool = SimPool(layout, options=options, environ=worker_environment(), timeout_s=timeout_s)
         self._pool = pool
-        self._arrays = Arrays(*map(torch.from_numpy, pool.arrays))
+        self._sim_states, self._states, self._images, self._frames = map(torch.from_numpy, pool.arrays)
         # Also when the environment is dropped without close(), and at exit.
         self._finalizer = weakref.finalize(self, pool.close)
 
@@ -140,8 +141,8 @@ class LiberoEnv(ChunkEnv):
         own, more = len(self.suite.init_states[task]), len(self._start_states.get(task, ()))
         if not 0 <= init_state < own + more:
             raise ValueError(
-                f"init_state_id {init_state} is out of range for task {task} of {self.suite.name}: it has {own} init states "
-                f"and {more} start states, so ids 0 to {own + more - 1}"
+                f"init_state_id {init_state} is out of range for task {task} of {self.suite.name}, which has {own} "
+                f"init states and {more} start states: ids 0 to {own + more - 1}"
             )
         if not 0 <= env_seed <= MAX_ENV_SEED:
             raise ValueError(f"env_seed {env_seed} is out of range 0 to {MAX_ENV_SEED}")
@@ -191,11 +192,95 @@ class LiberoEnv(ChunkEnv):
         success = torch.zeros(self.num_envs, dtype=torch.bool)
         for slot, (count, solved) in pool.replies():
             executed[slot], success[slot] = count, solved
-        sim_states = None if self._sim_state_dim is None else self._arrays.sim_states[slots]
-        return Outcome(executed[slots], success[slots], self._arrays.frames[slots], sim_states)
+        sim_states = None if self._sim_state_dim is None else self._sim_states[slots]
+        return Outcome(executed[slots], success[slots], self._frames[slots], sim_states)
+
+    def demonstrate(
+        self,
+        episodes: Tensor,
+        *,
+        noise: float = 0.0,
+        seed: int = 0,
+        frame_stride: int = schema.VIDEO_STRIDE,
+        render: bool = True,
+    ) -> list[TensorDict]:
+        """Let the scripted expert run ``episodes``; see :meth:`iter_demonstrations`, whose results are put in order."""
+        finished = dict(
+            self.iter_demonstrations(episodes, noise=noise, seed=seed, frame_stride=frame_stride, render=render)
+        )
+        return [finished[row] for row in range(len(episodes))]
+
+    def iter_demonstrations(
+        self,
+        episodes: Tensor,
+        *,
+        noise: float = 0.0,
+        seed: int = 0,
+        frame_stride: int = schema.VIDEO_STRIDE,
+        render: bool = True,
+    ) -> Iterator[tuple[int, TensorDict]]:
+        """Let the scripted expert run ``episodes`` on all slots, and yield each demonstration when it is finished.
+
+        The episodes that the slots were running are lost: afterwards every slot is parked until the next reset. A
+        demonstration depends on its row of ``episodes`` and on the options, not on the number of slots.
+
+        Args:
+            episodes: int64 ``[M,5]``, columns of ``schema.EPISODE_KEYS``; best sorted by task.
+
+        Keyword Args:
+            noise: an episode's standard deviation of the Ornstein-Uhlenbeck noise on the executed position actions is
+                drawn uniformly from 0 to ``noise``, in units of an action.
+            seed: of the noise; an episode's noise depends on it and on the episode's five ids alone.
+            frame_stride: actions between two frames.
+            render: leave ``frames`` out when false.
+
+        Yields:
+            Row of ``episodes``, and a TensorDict (batch size ``[]``) of an episode of T actions: ``frames`` uint8
+            ``[F,3,224,448]`` after 0, stride, ... actions; ``states`` float32 ``[T+1,8]``; ``actions`` float32
+            ``[T,7]``, the expert's choice in every state; ``executed_actions`` float32 ``[T,7]``, with the noise;
+            ``sim_states`` float64 ``[T+1,D]``; ``task_id``, ``init_state_id``, ``env_seed`` int64 ``[1]``; ``success``
+            bool ``[1]``.
+
+        Raises:
+            ValueError: the suite has no expert, or an id or option is out of range.
+            RuntimeError: a simulator failed; the environment is closed.
+        """
+        if self.suite.name not in EXPERT_SUITES:
+            raise ValueError(f"no scripted expert for {self.suite.name}; there is one for {', '.join(EXPERT_SUITES)}")
+        if noise < 0:
+            raise ValueError(f"noise must not be negative, got {noise}")
+        if frame_stride < 1:
+            raise ValueError(f"frame_stride must be at least 1, got {frame_stride}")
+        rows = episodes.tolist()
+        if schema.PARKED in (row[-1] for row in rows):
+            raise ValueError(f"an episode to demonstrate has {schema.EPISODE_ID} {schema.PARKED}, which means none")
+        starts = [self._start(*row[:3]) for row in rows]
+        options = {"noise": noise, "frame_stride": frame_stride, "render": render, "limit": self.max_episode_steps}
+        pool, todo, running = self._running_pool(), iter(range(len(rows))), {}
+
+        def submit(slot: int, row: int) -> None:
+            running[slot] = row
+            what = self._what("demonstrate", rows[row])
+            pool.submit(slot, "demonstrate", what, start=starts[row], seed=[seed, *rows[row]], **options)
+
+        self._episodes[:] = schema.PARKED
+        for slot, row in zip(range(self.num_envs), todo, strict=False):
+            submit(slot, row)
+        replies = pool.replies()
+        try:
+            for slot, arrays in replies:
+                row = running.pop(slot)
+                following = next(todo, None)
+                if following is not None:
+                    submit(slot, following)
+                ids = dict(zip(schema.EPISODE_KEYS[:3], episodes[row, :3, None], strict=True))
+                yield row, TensorDict({**{key: torch.from_numpy(value) for key, value in arrays.items()}, **ids})
+        finally:  # also when the caller stops early: the slots must be free for the next call
+            for _ in replies:
+                pass
 
     def _observe(self) -> tuple[Tensor, Tensor]:
-        return self._arrays.image.clone(), self._arrays.state.clone()
+        return self._images.clone(), self._states.clone()
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """End the simulator processes; the environment cannot be used afterwards."""

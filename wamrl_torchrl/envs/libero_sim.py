@@ -1,8 +1,8 @@
 """One LIBERO simulator: what runs inside a worker process. Imports no torch, which halves a worker's start.
 
-States and frames are bit-equal to those of ``OffScreenRenderEnv`` with a hard reset; the work is not. Frames are rendered
-only when asked for (in software a frame costs ten times a control step), other observables are off, and a reset keeps the
-compiled model (0.02 s instead of 2 s).
+States and frames are bit-equal to those of ``OffScreenRenderEnv`` with a hard reset; the work is not. Frames are
+rendered only when asked for (in software a frame costs ten times a control step), other observables are off, and a
+reset keeps the compiled model (0.02 s instead of 2 s).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LiberoSim:
     """A simulator that holds the model of one task at a time.
 
     Keyword Args:
-        resize: ``"render256"`` renders at 256 and resizes to 224 bilinearly with antialiasing, as the released model saw
-            its frames; ``"render224"`` renders at 224.
+        resize: ``"render256"`` renders at 256 and resizes to 224 bilinearly with antialiasing, as the released model
+            saw its frames; ``"render224"`` renders at 224.
     """
 
     def __init__(self, *, resize: Resize) -> None:

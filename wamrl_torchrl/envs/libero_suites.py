@@ -22,10 +22,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-#: Default ``max_episode_steps`` of each suite. The longest demonstrations of the suites take 193, 254, 270, 505 and 373
-#: steps (the limits 220, 280, 300, 520, 400 of the OpenVLA protocol stem from these); rounded so that 8, 10 and 20 actions
-#: per chunk divide it, hence no chunk is cut short by the limit.
+#: Default ``max_episode_steps`` of each suite. The longest demonstrations take 193, 254, 270, 505 and 373 steps (hence
+#: the limits 220, 280, 300, 520 and 400 of the OpenVLA protocol). All are multiples of 40, so that the limit cuts no
+#: chunk of 8, 10 or 20 actions short.
 SUITES = {"libero_spatial": 240, "libero_object": 280, "libero_goal": 320, "libero_10": 520, "libero_90": 520}
+#: Suites whose tasks all are "put one object on, or into, another", which the scripted expert can do.
+EXPERT_SUITES = ("libero_spatial", "libero_object")
 
 #: Newer MuJoCo changes contacts (libero_spatial task 5) and darkens the floors of libero_object; robosuite 1.5 has no
 #: ``SingleArmEnv`` and another controller.

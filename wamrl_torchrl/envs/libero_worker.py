@@ -1,9 +1,9 @@
 """Simulator processes: how they start, what is said to them, and the memory that they share with the environment.
 
 A process is a fresh interpreter that is handed two descriptors: a socket, and anonymous shared memory that holds the
-arrays of all slots. Nothing has a name, so nothing can be left behind: the memory goes when the last process that maps it
-goes. Unlike a ``multiprocessing`` child, such a process can be started from a daemonic process (as collectors make), and
-does not import the user's main module, nor torch.
+arrays of all slots. Nothing has a name, so nothing can be left behind: the memory goes when the last process that maps
+it goes. Unlike a ``multiprocessing`` child, such a process can be started from a daemonic process, and imports neither
+the user's main module nor torch.
 """
 
 from __future__ import annotations
@@ -115,24 +115,57 @@ class Worker:
         self.sim.write_state(self._state)
         return executed, success
 
+    def demonstrate(
+        self, *, start: dict[str, Any], noise: float, seed: list[int], frame_stride: int, render: bool, limit: int
+    ) -> dict[str, np.ndarray]:
+        """Run the scripted expert from ``reset(**start)`` to success or ``limit``; the arrays of one demonstration."""
+        from wamrl_torchrl.envs.libero_expert import ActionNoise, WaypointExpert
+
+        self.sim.reset(**start)
+        expert, add_noise = WaypointExpert(self.sim.env), ActionNoise(noise, seed)
+        frames, states, sim_states, actions, executed = [], [], [], [], []
+        success = False
+        for step in range(limit + 1):
+            states.append(np.empty_like(self._state))
+            self.sim.write_state(states[-1])
+            sim_states.append(np.empty_like(self._sim_states[0]))
+            self.sim.write_sim_state(sim_states[-1])
+            if render and step % frame_stride == 0:
+                frames.append(np.empty_like(self._image))
+                self.sim.write_image(frames[-1])
+            if success or step == limit:
+                break
+            in_contact, action = expert.in_contact, expert.action()
+            actions.append(action.astype(np.float32))
+            # What is executed is what is recorded: float32, so that a replay gives the same states to the bit.
+            executed.append(add_noise(action, in_contact=in_contact).astype(np.float32))
+            success = self.sim.step(executed[-1])
+        result = {
+            "states": np.stack(states),
+            "actions": np.stack(actions),
+            "executed_actions": np.stack(executed),
+            "sim_states": np.stack(sim_states),
+            "success": np.array([success]),
+        }
+        return result | ({"frames": np.stack(frames)} if render else {})
+
 
 def main() -> None:
     """Entry point of a simulator process; arguments: the descriptors of the socket and of the shared memory."""
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     connection, descriptor, parent = Connection(int(sys.argv[1])), int(sys.argv[2]), os.getppid()
-    config = connection.recv()
     worker: Worker | None = None
-
-    def start() -> None:
-        nonlocal worker
-        worker = Worker(config["slot"], Layout(*config["layout"]).map(descriptor), **config["options"])
-
-    command, arguments = "start", {}
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone: so are we
+        command, arguments = connection.recv()
         while command != "close":
             try:
-                reply = ("ok", start() if command == "start" else getattr(worker, command)(**arguments))
+                if command == "start":
+                    arrays = Layout(*arguments["layout"]).map(descriptor)
+                    worker, result = Worker(arguments["slot"], arrays, **arguments["options"]), None
+                else:
+                    result = getattr(worker, command)(**arguments)
+                reply = ("ok", result)
             except Exception:  # of whatever kind: the parent raises it again, with this traceback
                 reply = ("error", traceback.format_exc())
             connection.send(reply)
@@ -152,7 +185,7 @@ class SimProcess:
     def __init__(self, slot: int, layout: Layout, memory: int, options: Mapping[str, Any], environ: dict[str, str]):
         ours, theirs = socket.socketpair()
         self.slot = slot
-        self.log: IO[bytes] = tempfile.TemporaryFile()
+        self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "wamrl_torchrl.envs.libero_worker", str(theirs.fileno()), str(memory)],
             env=environ,
@@ -165,7 +198,7 @@ class SimProcess:
         self.connection = Connection(ours.detach())
         self.what = "starting"  # the call in progress, for error messages
         self.since = time.monotonic()
-        self.connection.send({"slot": slot, "layout": layout, "options": dict(options)})
+        self.connection.send(("start", {"slot": slot, "layout": tuple(layout), "options": dict(options)}))
 
     def __str__(self) -> str:
         return f"LIBERO simulator of slot {self.slot} (pid {self.process.pid}, {self.what})"
