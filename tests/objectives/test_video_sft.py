@@ -50,17 +50,18 @@ class TestVideoSFT:
     def test_overfits_a_batch(self):
         model, windows = make_model(), make_windows(2)
         windows["video"] = windows["video"][:, :1, :, :1, :1].expand(-1, 9, -1, 64, 128)  # still pictures of one colour
-        loss = VideoSFTLoss(model)
+        generator = torch.Generator()
+        loss = VideoSFTLoss(model, generator=generator)
         optimizer = torch.optim.Adam(model.mot.video.parameters(), lr=3e-3)
         history = []
-        torch.manual_seed(0)
         for _ in range(60):
+            generator.manual_seed(0)  # the same times and noise, so that steps can be compared
             out = loss(windows)
             optimizer.zero_grad()
             out["loss_video"].backward()
             optimizer.step()
             history.append(float(out["loss_video"].detach()))
-        assert sum(history[-15:]) < 0.7 * sum(history[:15])
+        assert history[-1] < 0.5 * history[0]
 
 
 class TestActionSFT:
