@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 
@@ -11,13 +12,24 @@ from tensordict import TensorDict
 from wamrl_torchrl import schema
 from wamrl_torchrl.envs.libero import LiberoEnv
 
-#: An episode: task, init state, env seed, group, episode.
-EPISODE = (0, 3, 11, 0, 0)
+#: Task, init state and env seed of an episode.
+EPISODE = (0, 3, 11)
+PARKED = None
+
+_unique = itertools.count()
 
 
-def request(*episodes: Sequence[int], slots: Sequence[bool] | None = None) -> TensorDict:
-    """A reset tensordict that asks for one episode per slot, or resets some slots only."""
-    ids = torch.tensor(episodes)
+def request(*episodes: Sequence[int] | None, slots: Sequence[bool] | None = None) -> TensorDict:
+    """Ask for one episode per slot (three ids, or :data:`PARKED`), or of some ``slots`` only.
+
+    Group and episode ids are new in every request: the same five ids again would be an echo of the episode that has
+    just run, and be answered with a fresh one.
+    """
+    rows = [
+        (0, 0, 0, 0, schema.PARKED) if episode is PARKED else (*episode, next(_unique), next(_unique))
+        for episode in episodes
+    ]
+    ids = torch.tensor(rows)
     td = TensorDict({key: ids[:, i, None] for i, key in enumerate(schema.EPISODE_KEYS)}, batch_size=[len(ids)])
     if slots is not None:
         td.set("_reset", torch.tensor(slots)[:, None])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wamrl_torchrl import schema
 from wamrl_torchrl.envs.chunk import ChunkEnv, Outcome
-from wamrl_torchrl.envs.libero_suites import EXPERT_SUITES, SUITES, load_suite, worker_environment
+from wamrl_torchrl.envs.libero_suites import EXPERT_SUITES, SUITES, check_gl, load_suite, worker_environment
 from wamrl_torchrl.envs.libero_worker import Layout, SimPool
 
 IMAGE_SIZE = (224, 448)
@@ -110,7 +110,13 @@ class LiberoEnv(ChunkEnv):
                 self._check_ids(task, init_state, 0)
         layout = Layout(num_envs, len(self.frame_offsets), replan_steps + 1, tasks.sim_state_dim, *IMAGE_SIZE)
         options = {"resize": resize, "frame_offsets": self.frame_offsets}
-        pool = SimPool(layout, options=options, environ=worker_environment(), timeout_s=timeout_s)
+        try:
+            pool = SimPool(layout, options=options, environ=worker_environment(), timeout_s=timeout_s)
+        except RuntimeError as error:
+            opengl = check_gl()
+            if opengl.ok:
+                raise
+            raise RuntimeError(f"LIBERO cannot run: {opengl.check}: {opengl.detail}") from error
         self._pool = pool
         self._sim_states, self._states, self._images, self._frames = map(torch.from_numpy, pool.arrays)
         # Also when the environment is dropped without close(), and at exit.
@@ -148,7 +154,7 @@ class LiberoEnv(ChunkEnv):
             raise ValueError(f"env_seed {env_seed} is out of range 0 to {MAX_ENV_SEED}")
 
     def _start(self, task: int, init_state: int, env_seed: int) -> dict:
-        """Arguments of the worker's ``reset``."""
+        """Arguments of :meth:`wamrl_torchrl.envs.libero_sim.LiberoSim.reset`."""
         self._check_ids(task, init_state, env_seed)
         own = self.suite.init_states[task]
         is_own = init_state < len(own)
@@ -157,6 +163,7 @@ class LiberoEnv(ChunkEnv):
             "env_seed": env_seed,
             "state": own[init_state] if is_own else self._start_states[task][init_state - len(own)].numpy(),
             "settle_steps": self.settle_steps if is_own else 0,
+            "resume": not is_own,
         }
 
     def _draw_episodes(self, count: int, generator: torch.Generator) -> Tensor:
@@ -179,7 +186,7 @@ class LiberoEnv(ChunkEnv):
         pool = self._running_pool()
         starts = [self._start(*episode[:3]) for episode in episodes.tolist()]  # all ids are checked before any starts
         for slot, episode, start in zip(slots.tolist(), episodes.tolist(), starts, strict=True):
-            pool.submit(slot, "reset", self._what("reset", episode), **start)
+            pool.submit(slot, "reset", self._what("reset", episode), start=start)
         for _ in pool.replies():
             pass
 

@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
-import robosuite.utils.transform_utils as transforms
+from scipy.spatial.transform import Rotation
 
 UP = np.array([0.0, 0.0, 1.0])
 METRES, RADIANS = 0.05, 0.5  # what an action of 1 asks of the controller
@@ -70,8 +70,7 @@ class WaypointExpert:
             angle = next((a for part, a in RIM_ANGLES.items() if part in env.bddl_file_name), RIM_ANGLE)
             self._grasp = np.array([RIM_RADIUS * np.cos(angle), RIM_RADIUS * np.sin(angle), RIM_HEIGHT])
             self._turn = 0.0 if angle else -np.pi / 2
-        turn = transforms.quat2mat(transforms.axisangle2quat(np.array([0.0, 0.0, self._turn])))
-        self._orientation = turn @ self._hand_orientation()
+        self._orientation = Rotation.from_rotvec(self._turn * UP).as_matrix() @ self._hand_orientation()
         self._enter(Phase.HOVER, *self._positions()[:2])
 
     def _hand_orientation(self) -> np.ndarray:
@@ -107,7 +106,7 @@ class WaypointExpert:
 
     def _rotation_error(self) -> np.ndarray:
         """From the hand's orientation to the wanted one, axis-angle."""
-        return transforms.quat2axisangle(transforms.mat2quat(self._orientation @ self._hand_orientation().T))
+        return Rotation.from_matrix(self._orientation @ self._hand_orientation().T).as_rotvec()
 
     def _enter(self, phase: Phase, hand: np.ndarray, item: np.ndarray) -> None:
         self._phase, self._steps = phase, 0

@@ -102,7 +102,7 @@ class LiberoSim:
         # later, it would free the objects of the new one.
         gc.collect()
 
-    def reset(self, *, bddl_file: str, env_seed: int, state: np.ndarray, settle_steps: int) -> None:
+    def reset(self, *, bddl_file: str, env_seed: int, state: np.ndarray, settle_steps: int, resume: bool) -> None:
         """Start an episode, bit-equal to one in a freshly built simulator.
 
         Args:
@@ -110,6 +110,7 @@ class LiberoSim:
             env_seed: draws the poses of the fixtures, which ``state`` does not hold.
             state: float64 ``[n]`` (time, qpos, qvel), optionally followed by the gripper command (2) and padding.
             settle_steps: no-op actions before the episode.
+            resume: ``state`` is from the middle of an episode.
         """
         self.load(bddl_file)
         self.env.seed(env_seed)
@@ -120,6 +121,10 @@ class LiberoSim:
         self.env.robots[0].gripper.current_action = command
         sim.set_state_from_flattened(state[:n])
         sim.forward()
+        if resume:
+            # The controller still believes the arm where the reset put it, and would jerk it back there. Init states
+            # are close to that pose, and robosuite does not care.
+            self.env.robots[0].controller.update(force=True)
         self.env._check_success()
         self.env._post_process()
         self.env._update_observables(force=True)

@@ -87,9 +87,9 @@ class Worker:
         self._sim_states, self._state = arrays.sim_states[slot], arrays.state[slot]
         self._image, self._frames = arrays.image[slot], arrays.frames[slot]
 
-    def reset(self, *, bddl_file: str, env_seed: int, state: np.ndarray, settle_steps: int) -> None:
-        """Start an episode and show its first observation."""
-        self.sim.reset(bddl_file=bddl_file, env_seed=env_seed, state=state, settle_steps=settle_steps)
+    def reset(self, *, start: dict[str, Any]) -> None:
+        """Start an episode from ``LiberoSim.reset(**start)`` and show its first observation."""
+        self.sim.reset(**start)
         self.sim.write_image(self._image)
         self.sim.write_state(self._state)
 
@@ -118,7 +118,7 @@ class Worker:
     def demonstrate(
         self, *, start: dict[str, Any], noise: float, seed: list[int], frame_stride: int, render: bool, limit: int
     ) -> dict[str, np.ndarray]:
-        """Run the scripted expert from ``reset(**start)`` to success or ``limit``; the arrays of one demonstration."""
+        """Run the scripted expert from ``LiberoSim.reset(**start)`` to success or ``limit``; what it did, as arrays."""
         from wamrl_torchrl.envs.libero_expert import ActionNoise, WaypointExpert
 
         self.sim.reset(**start)
