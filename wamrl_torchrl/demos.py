@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 
-import hydra
 import torch
-from omegaconf import DictConfig
 from rich.console import Console
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from wamrl_torchrl import schema
 from wamrl_torchrl.build import make_env, task_ids
-from wamrl_torchrl.config import CONFIG_DIR, EnvConfig, RunConfig, parse_config
+from wamrl_torchrl.cli import command
+from wamrl_torchrl.config import EnvConfig, RunConfig
 from wamrl_torchrl.data.analysis import Rate
 from wamrl_torchrl.data.episodes import STRIDE, EpisodeStore
 from wamrl_torchrl.envs.chunk import ChunkEnv
@@ -72,9 +70,7 @@ def make_demonstrations(env: ChunkEnv, config: RunConfig, console: Console) -> E
     return store
 
 
-@hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="train")
-def _main(raw: DictConfig) -> None:
-    config, console = parse_config(raw), Console()
+def _main(config: RunConfig, console: Console) -> None:
     directory = Path(config.logger.directory) / "demos"
     env = make_env(config.env)
     try:
@@ -84,13 +80,7 @@ def _main(raw: DictConfig) -> None:
     console.print(f"episodes in {directory}")
 
 
-def main() -> None:
-    """Entry point of ``wamrl-demos``."""
-    try:
-        _main()
-    except (ValueError, KeyError, FileNotFoundError, FileExistsError) as error:
-        sys.exit(f"wamrl-demos: {error}")
-
+main = command("wamrl-demos", _main)
 
 if __name__ == "__main__":
     main()

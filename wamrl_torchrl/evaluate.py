@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-import hydra
 import torch
-from omegaconf import DictConfig
 from rich.console import Console
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -18,8 +15,9 @@ from torchrl.envs.utils import ExplorationType
 
 from wamrl_torchrl import schema
 from wamrl_torchrl.build import EnvFactory, choose_device, task_ids
-from wamrl_torchrl.collectors.collect import collect_episodes, join_episodes, tidy_record
-from wamrl_torchrl.config import CONFIG_DIR, RunConfig, parse_config
+from wamrl_torchrl.cli import command
+from wamrl_torchrl.collectors.collect import EPISODES, collect_episodes, join_episodes, tidy_record
+from wamrl_torchrl.config import RunConfig
 from wamrl_torchrl.data.analysis import Rate
 from wamrl_torchrl.envs.episodes import EpisodePlan
 from wamrl_torchrl.modules.checkpoint import load_policy
@@ -54,13 +52,10 @@ def evaluate(
         env,
         policy,
         frames_per_batch=env.batch_size.numel(),
-        total_frames=-1,
-        trajs_per_batch=1,
-        traj_format="cat",
-        use_buffers=False,
+        policy_device=policy.device,
         postproc=tidy_record,
         exploration_type=ExplorationType.DETERMINISTIC,
-        auto_register_policy_transforms=False,
+        **EPISODES,
     )
     episodes = []
     with progress_bar(console, "evaluate", len(conditions)) as advance:
@@ -90,9 +85,7 @@ def total_rate(rates: dict[int, Rate]) -> Rate:
     return Rate(sum(rate.k for rate in rates.values()), sum(rate.n for rate in rates.values()))
 
 
-@hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="train")
-def _main(raw: DictConfig) -> None:
-    config, console = parse_config(raw), Console()
+def _main(config: RunConfig, console: Console) -> None:
     if config.model.policy is None:
         raise ValueError("model.policy must name the directory of a saved policy")
     policy = load_policy(config.model.policy, device=choose_device(config.device))
@@ -111,13 +104,7 @@ def _main(raw: DictConfig) -> None:
     console.print(f"written to {result}")
 
 
-def main() -> None:
-    """Entry point of ``wamrl-eval``."""
-    try:
-        _main()
-    except (ValueError, KeyError, FileNotFoundError) as error:
-        sys.exit(f"wamrl-eval: {error}")
-
+main = command("wamrl-eval", _main)
 
 if __name__ == "__main__":
     main()

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 
-import hydra
 import torch
-from omegaconf import DictConfig
 from rich.console import Console
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from wamrl_torchrl.build import choose_device, make_model, make_policy
-from wamrl_torchrl.config import CONFIG_DIR, PretrainConfig, RunConfig, parse_config
+from wamrl_torchrl.cli import command
+from wamrl_torchrl.config import PretrainConfig, RunConfig
 from wamrl_torchrl.data.episodes import EpisodeStore
 from wamrl_torchrl.data.stats import DatasetStats
 from wamrl_torchrl.learner import iterate_windows
@@ -69,21 +67,13 @@ def pretrain(config: RunConfig, demos: EpisodeStore, console: Console) -> FlowPo
     return policy
 
 
-@hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="train")
-def _main(raw: DictConfig) -> None:
-    config, console = parse_config(raw), Console()
+def _main(config: RunConfig, console: Console) -> None:
     directory = Path(config.logger.directory)
     policy = pretrain(config, EpisodeStore.load(directory / "demos"), console)
     console.print(f"policy in {save_policy(policy, directory / 'start')}")
 
 
-def main() -> None:
-    """Entry point of ``wamrl-pretrain``."""
-    try:
-        _main()
-    except (ValueError, KeyError, FileNotFoundError) as error:
-        sys.exit(f"wamrl-pretrain: {error}")
-
+main = command("wamrl-pretrain", _main)
 
 if __name__ == "__main__":
     main()

@@ -141,13 +141,16 @@ class Run:
             weight_rec=config.algo.weight_rec,
             normalize=config.algo.normalize_advantage,
         )
-        self.buffer = TensorDictReplayBuffer(
-            storage=LazyTensorStorage(1 << 16),
+        self.plan = EpisodePlan()
+
+    def make_buffer(self, rows: int) -> TensorDictReplayBuffer:
+        """An iteration's buffer; it computes advantages when the rollout is written to it."""
+        return TensorDictReplayBuffer(
+            storage=LazyTensorStorage(rows),  # allocates all its rows at once
             sampler=SamplerWithoutReplacement(),
             transform=self.advantage,
-            batch_size=config.algo.minibatch_size,
+            batch_size=self.config.algo.minibatch_size,
         )
-        self.plan = EpisodePlan()
 
     # ---- life ---------------------------------------------------------------------------------------------------
     def __enter__(self) -> Run:

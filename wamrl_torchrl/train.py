@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-import hydra
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from rich.console import Console
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -16,8 +14,9 @@ from torchrl._utils import timeit
 
 from wamrl_torchrl import schema
 from wamrl_torchrl.build import choose_device
+from wamrl_torchrl.cli import command
 from wamrl_torchrl.collectors.collect import collect_episodes, join_episodes, push_weights
-from wamrl_torchrl.config import CONFIG_DIR, RunConfig, parse_config
+from wamrl_torchrl.config import RunConfig
 from wamrl_torchrl.data.analysis import Rate
 from wamrl_torchrl.data.episodes import episodes_from_rollout
 from wamrl_torchrl.evaluate import eval_conditions, evaluate, success_rate, task_rates, total_rate
@@ -60,11 +59,11 @@ def run_iteration(run: Run) -> dict[str, float]:
 
     if algo.mode != "video_only":
         with timeit("actor"):
-            run.buffer.empty()
-            run.buffer.extend(rollout)  # adds returns and advantages, drops groups that agree in success
+            buffer = run.make_buffer(len(rollout))
+            buffer.extend(rollout)  # adds returns and advantages, drops groups that agree in success
             metrics |= run.group_metrics()
-            if len(run.buffer):
-                metrics |= run.actor_update(run.buffer)
+            if len(buffer):
+                metrics |= run.actor_update(buffer)
                 run.expect_changed({"action_expert"})
 
     for episode in episodes_from_rollout(rollout) if algo.mode != "actor_only" else ():
@@ -162,22 +161,14 @@ def finish(run: Run) -> None:
         run.console.print(f"video {run.directory / 'rollout.mp4'}")
 
 
-@hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="train")
-def _main(raw: DictConfig) -> None:
-    config = parse_config(raw)
+def _main(config: RunConfig, console: Console) -> None:
     directory = Path(config.logger.directory)
     directory.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(OmegaConf.structured(config), directory / "config.yaml")
-    train(config, Console())
+    train(config, console)
 
 
-def main() -> None:
-    """Entry point of ``wamrl-train``."""
-    try:
-        _main()
-    except (ValueError, KeyError, FileNotFoundError, FileExistsError) as error:
-        sys.exit(f"wamrl-train: {error}")
-
+main = command("wamrl-train", _main)
 
 if __name__ == "__main__":
     main()

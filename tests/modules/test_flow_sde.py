@@ -168,7 +168,9 @@ class TestChain:
     def test_stored_log_prob_is_recomputed_bit_for_bit(self, steps, shift):
         model, states = make_model(), make_states(5)
         options = {"shift": shift, "std_floor": 0.02}
-        sample = sample_chain(model, states, 6, 0.3, torch.Generator().manual_seed(1), stochastic_steps=steps, **options)
+        sample = sample_chain(
+            model, states, 6, 0.3, torch.Generator().manual_seed(1), stochastic_steps=steps, **options
+        )
         again = logprob_chain(model, states, sample.chain, sample.k_star, 0.3, **options)
         assert again.requires_grad
         assert torch.equal(again, sample.log_prob_rows)

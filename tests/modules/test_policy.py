@@ -125,6 +125,4 @@ def test_policy_drives_an_environment_under_its_specs():
     check_env_specs(env)
     rollout = env.rollout(3, policy)
     assert rollout["action"].shape == (3, 3, 32, 7)
-    assert torch.equal(
-        policy.log_prob_rows(rollout[:, 1].contiguous()), rollout[:, 1]["log_prob_rows"]
-    )
+    assert torch.equal(policy.log_prob_rows(rollout[:, 1].contiguous()), rollout[:, 1]["log_prob_rows"])

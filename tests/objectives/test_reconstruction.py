@@ -71,7 +71,9 @@ class TestScore:
         with pytest.raises(ValueError, match="frame_offsets"):
             make_reward(policy, frame_offsets=(4, 8, 12)).score(make_record(policy, 2))
 
-    @pytest.mark.parametrize(("options", "name"), [({"imagination": "ema"}, "'ema'"), ({"batch_size": 0}, "batch_size")])
+    @pytest.mark.parametrize(
+        ("options", "name"), [({"imagination": "ema"}, "'ema'"), ({"batch_size": 0}, "batch_size")]
+    )
     def test_bad_options(self, policy, options, name):
         with pytest.raises(ValueError, match=name):
             make_reward(policy, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -17,6 +17,17 @@ from wamrl_torchrl.modules.policy import FlowPolicy
 
 #: Builds the environment of worker ``w`` of ``W``: ``make_env(worker, num_workers)``.
 MakeEnv = Callable[[int, int], EnvBase]
+
+#: Collector options under which whole episodes come out one at a time, on the CPU.
+EPISODES: dict[str, Any] = {
+    "total_frames": -1,
+    "trajs_per_batch": 1,
+    "traj_format": "cat",
+    "use_buffers": False,
+    "env_device": "cpu",
+    "storing_device": "cpu",
+    "auto_register_policy_transforms": False,
+}
 
 
 def tidy_record(steps: TensorDictBase) -> TensorDictBase:
@@ -68,18 +79,14 @@ def make_collector(
     Raises:
         ValueError: a topology without what it needs.
     """
-    options = {
-        "total_frames": -1,
-        "trajs_per_batch": 1,
-        "traj_format": "cat",
-        "use_buffers": False,
-        "auto_register_policy_transforms": False,
-    }
     if topology == "direct":
         if policy is None:
             raise ValueError("topology 'direct' needs policy=...")
         env = make_env(0, 1)
-        return Collector(env, policy, frames_per_batch=env.batch_size.numel(), postproc=tidy_record, **options)
+        frames = env.batch_size.numel()
+        return Collector(
+            env, policy, frames_per_batch=frames, policy_device=policy.device, postproc=tidy_record, **EPISODES
+        )
     if topology != "multi_async":
         raise ValueError(f"topology must be 'direct' or 'multi_async', got {topology!r}")
     if policy_factory is None or num_workers < 1:
@@ -90,7 +97,7 @@ def make_collector(
         frames_per_batch=envs_per_worker,
         collector_class=_worker_collector,
         weight_sync_schemes={"policy": MultiProcessWeightSyncScheme()},
-        **options,
+        **EPISODES,
     )
 
 

@@ -111,7 +111,9 @@ class Block(nn.Module):
             nn.GELU(approximate="tanh"),
             nn.Linear(config.ffn_dim, config.hidden_dim),
         )
-        self.modulation = nn.Parameter(torch.randn(1, 6, config.hidden_dim) / config.hidden_dim**0.5)
+        # Gates start at 1, shifts and scales at 0: a fresh model is then an ordinary pre-norm transformer. With gates
+        # near 0 (as when fine-tuning) a model from scratch hardly learns to look at the picture.
+        self.modulation = nn.Parameter(torch.tensor([0.0, 0, 1, 0, 0, 1]).view(1, 6, 1).repeat(1, 1, config.hidden_dim))
 
     def text_key_value(self, text: Tensor) -> KeyValue:
         """Cross-attention keys and values of ``text`` [B,L,hidden]; they do not depend on the time."""
@@ -169,6 +171,8 @@ class Expert(nn.Module):
         self.time_embedding = nn.Sequential(nn.Linear(config.freq_dim, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(hidden, 6 * hidden))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        nn.init.normal_(self.time_projection[1].weight, std=0.02)
+        nn.init.zeros_(self.time_projection[1].bias)
 
     def embed_time(self, time: Tensor) -> tuple[Tensor, Tensor]:
         """Embedding [B,hidden] and six modulation vectors [B,6,hidden] of times [B] in [0, 1000]."""

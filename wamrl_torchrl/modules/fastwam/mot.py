@@ -18,7 +18,7 @@ class VideoHead(nn.Module):
         super().__init__()
         self.eps = eps
         self.head = nn.Linear(hidden_dim, out_dim)
-        self.modulation = nn.Parameter(torch.randn(1, 2, hidden_dim) / hidden_dim**0.5)
+        self.modulation = nn.Parameter(torch.zeros(1, 2, hidden_dim))
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         """Project tokens [B,S,hidden] under the time embedding [B,hidden] to [B,S,out]."""

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+
+from wamrl_torchrl.build import choose_device, make_env, task_ids
+from wamrl_torchrl.config import CONFIG_DIR, EnvConfig, RunConfig, parse_config
+
+
+def load(*overrides: str) -> RunConfig:
+    with initialize_config_dir(CONFIG_DIR, version_base="1.3"):
+        return parse_config(compose("train", list(overrides)))
+
+
+class TestCompose:
+    def test_defaults(self):
+        config = load()
+        assert config.env.suite == "libero_spatial"
+        assert config.model.preset == "tiny"
+        assert config.sde.count == 1
+
+    @pytest.mark.parametrize("path", sorted((Path(CONFIG_DIR) / "preset").glob("*.yaml")), ids=lambda path: path.stem)
+    def test_every_preset_is_valid(self, path):
+        load(f"preset={path.stem}")
+
+    @pytest.mark.parametrize("path", sorted((Path(CONFIG_DIR) / "env").glob("*.yaml")), ids=lambda path: path.stem)
+    def test_every_world_is_valid(self, path):
+        load(f"env={path.stem}")
+
+    def test_command_line_beats_preset(self):
+        assert load("preset=laptop", "algo.iterations=7").algo.iterations == 7
+
+
+class TestBadOptions:
+    @pytest.mark.parametrize(
+        ("override", "name"),
+        [
+            ("algo.mode=dream", "algo.mode.*'dream'"),
+            ("algo.group_size=1", "algo.group_size"),
+            ("env.replan_steps=10", "env.replan_steps.*multiple of 4"),
+            ("env.name=gridworld", "env.name"),
+            ("collector.topology=ring", "collector.topology"),
+            ("algo.minibatch_size=0", "algo.minibatch_size"),
+            ("env.eval_init_states=[30,50]", "share"),
+            ("env.train_init_states=[5,5]", "train_init_states"),
+            ("sde.stochastic_steps=11", "K_sde"),
+            ("sde.stochastic_steps=none", "at least one"),
+        ],
+    )
+    def test_values_are_refused_by_name(self, override, name):
+        with pytest.raises(ValueError, match=name):
+            load(override)
+
+    @pytest.mark.parametrize("override", ["algo.lambda=1", "algo.epochs=many", "env=moon", "preset=huge"])
+    def test_unknown_keys_types_and_groups(self, override):
+        with pytest.raises(HydraException, match=override.split("=", maxsplit=1)[0].split(".")[-1] + "|moon|huge"):
+            load(override)
+
+    def test_actor_only_takes_any_replan(self):
+        assert load("env.replan_steps=10", "algo.mode=actor_only").env.replan_steps == 10
+
+    def test_unknown_task(self):
+        with pytest.raises(ValueError, match=r"env.task_ids.*0\.\.5.*\[9\]"):
+            task_ids(EnvConfig(name="tabletop", task_ids=[9]))
+
+    def test_replan_beyond_the_chunk(self):
+        with pytest.raises(ValueError, match=r"replan_steps.*1\.\.32.*40"):
+            make_env(EnvConfig(name="tabletop", num_envs=1, image_size=[64, 128], replan_steps=40))
+
+    def test_device(self):
+        assert choose_device("cpu").type == "cpu"
+        with pytest.raises(ValueError, match="'abacus'"):
+            choose_device("abacus")
+
+
+class TestCommands:
+    """A mistake on the command line ends in one line that names it, not in a traceback."""
+
+    @pytest.mark.parametrize(
+        ("module", "override", "message"),
+        [
+            ("train", "algo.group_size=1", "algo.group_size"),
+            ("evaluate", "env=tabletop", "model.policy"),
+            ("evaluate", "model.policy=/nowhere", "/nowhere"),
+            ("pretrain", "logger.directory=/nowhere", "/nowhere"),
+            ("train", "model.preset=huge env=tabletop logger.directory={tmp}", "unknown model preset 'huge'"),
+        ],
+    )
+    def test_messages(self, module, override, message, tmp_path):
+        command = [sys.executable, "-m", f"wamrl_torchrl.{module}", *override.format(tmp=tmp_path / "run").split()]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert done.returncode == 1
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr

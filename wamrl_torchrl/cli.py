@@ -1,0 +1,31 @@
+"""What the command-line tools share: hydra on top, one readable line for a user's mistake at the bottom."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import hydra
+from omegaconf import DictConfig
+from rich.console import Console
+
+from wamrl_torchrl.config import CONFIG_DIR, RunConfig, parse_config
+
+#: Raised for bad options, files and environments, with messages that name them. Anything else is a bug and keeps its
+#: traceback.
+USER_ERRORS = (ValueError, KeyError, FileNotFoundError, FileExistsError, ImportError)
+
+
+def command(name: str, run: Callable[[RunConfig, Console], None]) -> Callable[[], None]:
+    """Make an entry point that composes the configuration from the command line and runs ``run`` on it."""
+
+    @hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="train")
+    def entry(raw: DictConfig) -> None:
+        try:
+            run(parse_config(raw), Console())
+        except USER_ERRORS as error:
+            # A KeyError's own text is the repr of its message.
+            message = error.args[0] if isinstance(error, KeyError) else error
+            sys.exit(f"{name}: {message}")
+
+    return entry
