@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import torch
@@ -16,7 +15,8 @@ from wamrl_torchrl.cli import command
 from wamrl_torchrl.config import EnvConfig, RunConfig
 from wamrl_torchrl.data.analysis import Rate
 from wamrl_torchrl.data.episodes import STRIDE, EpisodeStore
-from wamrl_torchrl.envs.chunk import ChunkEnv
+from wamrl_torchrl.envs.libero import LiberoEnv
+from wamrl_torchrl.envs.tabletop import TableTopEnv
 from wamrl_torchrl.report import progress_bar
 
 MAX_ENV_SEED = 2**31 - 1
@@ -42,23 +42,25 @@ def to_episode(demonstration: TensorDictBase) -> TensorDict:
     return episode.set("is_decision", torch.ones(len(frames), dtype=torch.bool))
 
 
-def make_demonstrations(env: ChunkEnv, config: RunConfig, console: Console) -> EpisodeStore:
+def make_demonstrations(env: LiberoEnv | TableTopEnv, config: RunConfig, console: Console) -> EpisodeStore:
     """Let the scripted expert run and keep the episodes that succeed.
 
     Raises:
         RuntimeError: a task has no successful demonstration.
     """
     episodes = demo_episodes(config.env, config.demos.episodes_per_task, seed=config.seed)
-    store = EpisodeStore()
-    wins = dict.fromkeys(task_ids(config.env), 0)
-    batch = max(env.num_envs, math.ceil(len(episodes) / 50))
+    options = {"noise": config.demos.noise, "seed": config.seed}
+    found: dict[int, TensorDict] = {}
     with progress_bar(console, "demonstrations", len(episodes)) as advance:
-        for number, part in enumerate(episodes.split(batch)):
-            for demonstration in env.demonstrate(part, noise=config.demos.noise, seed=config.seed + number):
-                if bool(demonstration.get(schema.SUCCESS)):
-                    store.add(to_episode(demonstration))
-                    wins[int(demonstration.get(schema.TASK_ID))] += 1
-            advance(len(part), f"{len(store)} successful")
+        for row, demonstration in env.iter_demonstrations(episodes, **options):
+            if bool(demonstration.get(schema.SUCCESS)):
+                found[row] = to_episode(demonstration)
+            advance(1, f"{len(found)} successful")
+    # In the order asked for, whichever simulator was faster.
+    store, wins = EpisodeStore(), dict.fromkeys(task_ids(config.env), 0)
+    for row in sorted(found):
+        store.add(found[row])
+        wins[int(episodes[row, 0])] += 1
     for task, won in wins.items():
         console.print(f"  task {task}: expert succeeded in {Rate(won, config.demos.episodes_per_task)}")
     lost = [task for task, won in wins.items() if not won]

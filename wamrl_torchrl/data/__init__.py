@@ -1,0 +1,1 @@
+"""Episodes, statistics and analysis."""

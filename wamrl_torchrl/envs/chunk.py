@@ -110,9 +110,7 @@ class ChunkEnv(EnvBase):
     # ---- specs --------------------------------------------------------------------------------------------------
     def _make_specs(self) -> None:
         batch, (height, width) = (self.num_envs,), self.image_size
-        ids = {
-            key: Unbounded((*batch, 1), dtype=torch.int64) for key in (*schema.EPISODE_KEYS, schema.CHUNK_INDEX)
-        }
+        ids = {key: Unbounded((*batch, 1), dtype=torch.int64) for key in (*schema.EPISODE_KEYS, schema.CHUNK_INDEX)}
         frames = (*batch, len(self.frame_offsets), 3, height, width)
         observation = Composite(
             observation=Composite(
@@ -174,11 +172,12 @@ class ChunkEnv(EnvBase):
         mask = torch.ones(self.num_envs, dtype=torch.bool) if mask is None else mask.reshape(self.num_envs)
         slots = mask.nonzero().squeeze(-1)
         episodes = self._requested_episodes(tensordict, slots)
+        busy = episodes[:, -1] != schema.PARKED
+        self._start_episodes(slots[busy], episodes[busy])
+        # Only now: a request that is refused leaves the slots as they were.
         self._episodes[slots] = episodes
         self._steps[slots] = 0
         self._chunk_index[slots] = 0
-        busy = episodes[:, -1] != schema.PARKED
-        self._start_episodes(slots[busy], episodes[busy])
         out = self.observation_spec.zero()
         out.update(self._observation())
         return out.update(self.done_spec.zero())

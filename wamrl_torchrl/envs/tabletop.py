@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from tensordict import TensorDict
@@ -113,6 +113,10 @@ class TableTopEnv(ChunkEnv):
             frame_stride=frame_stride,
             render_frames=render,
         )
+
+    def iter_demonstrations(self, episodes: Tensor, **options) -> Iterator[tuple[int, TensorDict]]:
+        """Yield (row of ``episodes``, demonstration); the options are those of :meth:`demonstrate`."""
+        yield from enumerate(self.demonstrate(episodes, **options))
 
     def _initial_states(self, episodes: Tensor) -> Tensor:
         """World states at the start of ``episodes`` (int64 [M,5]); refuses ids that name nothing."""

@@ -28,10 +28,10 @@ WORKSPACE_LOW, WORKSPACE_HIGH = (-0.2, -0.2, 0.01), (0.2, 0.2, 0.22)
 OPEN_WIDTH = 0.04
 WIDTH_STEP = 0.008  # an open gripper meets an object at the third closing action
 OBJECT_HALF = 0.02  # half the edge of a block: its height of rest, and the finger distance around it
-GRASP_TOLERANCE = (0.012, 0.012, 0.012)  # of the tip from the object's centre when the fingers meet it
+GRASP_TOLERANCE = (0.02, 0.02, 0.02)  # of the tip from the object's centre when the fingers meet it
 FALL_STEP = 0.04  # drop of a free object per action
 GOAL_RADIUS = 0.045
-PLACE_TOLERANCE = 0.025  # of the object's centre from the goal's: the block must stand on the plate with its core
+PLACE_TOLERANCE = 0.035  # of the object's centre from the goal's: the block must stand on the plate with its core
 
 HOME = (0.0, 0.0, 0.18)
 #: Objects stand in the three cells of the near row, goals in two of the three of the far row.

@@ -81,10 +81,10 @@ class FastWAMConfig:
 
 
 def _tiny(image_size: tuple[int, int]) -> FastWAMConfig:
-    shared = {"num_layers": 2, "num_heads": 4, "head_dim": 24, "text_dim": 32, "freq_dim": 32}
+    shared = {"num_layers": 4, "num_heads": 4, "head_dim": 24, "text_dim": 32, "freq_dim": 32}
     return FastWAMConfig(
-        video=ExpertConfig(hidden_dim=96, ffn_dim=192, **shared),
-        action=ExpertConfig(hidden_dim=96, ffn_dim=192, **shared),
+        video=ExpertConfig(hidden_dim=64, ffn_dim=192, **shared),
+        action=ExpertConfig(hidden_dim=64, ffn_dim=192, **shared),
         image_size=image_size,
         context_length=24,
     )
