@@ -101,7 +101,7 @@ class AlgoConfig:
     video_batch_size: int = 4
     video_lr: float = 5e-4
     video_min_episodes: int = 1  # successful episodes needed before the first video update
-    video_max_episodes: int = 256
+    video_max_episodes: int = 64  # newest successful episodes kept, in memory and in checkpoints
     demo_fraction: float = 0.5  # share of demonstration windows in a video batch
     feature_kl: float = 1.0
     parity_tolerance: float = 1e-3  # largest |log-prob difference| between rollout and learner

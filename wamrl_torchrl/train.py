@@ -40,8 +40,8 @@ def train(config: RunConfig, console: Console) -> dict[str, Rate]:
                 metrics["held_out/success"] = held_out_success(run).value
             run.log(metrics)
             run.save()
+        # Not saved: a run that is resumed for more iterations must go on as if it had never stopped here.
         run.held_out["end"] = held_out_success(run, video=config.logger.video)
-        run.save()
         finish(run)
         return run.held_out
 
@@ -64,7 +64,7 @@ def run_iteration(run: Run) -> dict[str, float]:
             metrics |= run.group_metrics()
             if len(buffer):
                 metrics |= run.actor_update(buffer)
-                run.expect_changed({"action_expert"})
+                run.expect_changed("action_expert")
 
     for episode in episodes_from_rollout(rollout) if algo.mode != "actor_only" else ():
         run.successes.add(episode)
@@ -72,7 +72,7 @@ def run_iteration(run: Run) -> dict[str, float]:
         if len(run.successes) >= algo.video_min_episodes:
             with timeit("video"):
                 metrics |= run.video_update(run.successes, run.demos)
-                run.expect_changed({"adapters"})
+                run.expect_changed("adapters")
         metrics["video/episodes"] = float(len(run.successes))
 
     with timeit("push"):
