@@ -146,7 +146,7 @@ class TestModes:
         options = (f"model.policy={finished / 'start'}", *options[1:])
         train(load(tmp_path / "b", *options), console)
         assert not (tmp_path / "b" / "demos").exists()
-        with pytest.raises(ValueError, match="algo.curriculum.fraction"):
+        with pytest.raises(ValueError, match=r"algo\.curriculum\.fraction"):
             train(load(tmp_path / "c", options[0]), console)
 
     def test_worker_processes(self, tmp_path, console):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,6 @@ from torchrl.envs import Compose, EnvBase, TransformedEnv
 
 from wamrl_torchrl.config import EnvConfig, RunConfig
 from wamrl_torchrl.data.stats import DatasetStats, NormalizeProprio
-from wamrl_torchrl.envs.chunk import ChunkEnv
 from wamrl_torchrl.envs.episodes import DealEpisodes, EpisodePlan
 from wamrl_torchrl.envs.libero import LiberoEnv
 from wamrl_torchrl.envs.libero_suites import instructions as libero_instructions
@@ -59,9 +59,9 @@ def task_ids(config: EnvConfig) -> list[int]:
     return ids
 
 
-def make_env(config: EnvConfig, *, start_states: dict[int, Tensor] | None = None) -> ChunkEnv:
+def make_env(config: EnvConfig, *, start_states: dict[int, Tensor] | None = None) -> LiberoEnv | TableTopEnv:
     """Build the bare environment of one worker."""
-    common = {
+    common: dict[str, Any] = {
         "task_ids": task_ids(config),
         "replan_steps": config.replan_steps,
         "init_state_ids": range(*config.train_init_states),

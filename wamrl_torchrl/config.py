@@ -198,12 +198,12 @@ def _check(config: RunConfig) -> None:
         "demos.episodes_per_task": config.demos.episodes_per_task,
         "logger.checkpoints": config.logger.checkpoints,
     }
-    for name, value in positive.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    for name, (first, end) in (("train", env.train_init_states), ("eval", env.eval_init_states)):
-        if not 0 <= first < end:
-            raise ValueError(f"env.{name}_init_states must be (from, to) with 0 <= from < to, got {(first, end)}")
+    for name, number in positive.items():
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
+    for name, (first, stop) in {"train": env.train_init_states, "eval": env.eval_init_states}.items():
+        if not 0 <= first < stop:
+            raise ValueError(f"env.{name}_init_states must be (from, to) with 0 <= from < to, got {(first, stop)}")
     overlap = set(range(*env.train_init_states)) & set(range(*env.eval_init_states))
     if overlap:
         raise ValueError(f"env.train_init_states and env.eval_init_states share {sorted(overlap)}")

@@ -49,10 +49,9 @@ def make_demonstrations(env: LiberoEnv | TableTopEnv, config: RunConfig, console
         RuntimeError: a task has no successful demonstration.
     """
     episodes = demo_episodes(config.env, config.demos.episodes_per_task, seed=config.seed)
-    options = {"noise": config.demos.noise, "seed": config.seed}
     found: dict[int, TensorDict] = {}
     with progress_bar(console, "demonstrations", len(episodes)) as advance:
-        for row, demonstration in env.iter_demonstrations(episodes, **options):
+        for row, demonstration in env.iter_demonstrations(episodes, noise=config.demos.noise, seed=config.seed):
             if bool(demonstration.get(schema.SUCCESS)):
                 found[row] = to_episode(demonstration)
             advance(1, f"{len(found)} successful")

@@ -50,7 +50,7 @@ def plot_curves(scalars: Path, picture: Path) -> None:
         scalars: its directory of ``group/name.csv`` files with lines ``step,value``.
         picture: PNG to write.
     """
-    panels = {}
+    panels: dict[str, list[tuple[float, float]]] = {}
     for path in sorted(scalars.rglob("*.csv")):
         with path.open() as file:
             # A resumed run may have written an iteration twice: the later line counts.
@@ -59,8 +59,8 @@ def plot_curves(scalars: Path, picture: Path) -> None:
     columns = 4
     rows = max(1, -(-len(panels) // columns))
     figure, axes = pyplot.subplots(rows, columns, figsize=(16, 2.4 * rows), squeeze=False)
-    for axis, (title, points) in zip(axes.flat, panels.items(), strict=False):
-        axis.plot(*zip(*points, strict=True), marker="o", markersize=3)
+    for axis, (title, curve) in zip(axes.flat, panels.items(), strict=False):
+        axis.plot(*zip(*curve, strict=True), marker="o", markersize=3)
         axis.set_title(title, fontsize=9)
         axis.grid(alpha=0.3)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))

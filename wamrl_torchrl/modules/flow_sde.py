@@ -117,10 +117,9 @@ def draw_noise(
 ) -> ChainNoise:
     """Draw the noise of ``batch`` chains from a generator (on the generator's device)."""
     device = "cpu" if generator is None else generator.device
-    kwargs = {"generator": generator, "device": device}
-    start = torch.randn(batch, *chunk_shape, **kwargs)
-    steps = torch.randn(batch, num_steps, *chunk_shape, **kwargs)
-    return ChainNoise(start, steps, torch.rand(batch, num_steps, **kwargs))
+    start = torch.randn((batch, *chunk_shape), generator=generator, device=device)
+    steps = torch.randn((batch, num_steps, *chunk_shape), generator=generator, device=device)
+    return ChainNoise(start, steps, torch.rand((batch, num_steps), generator=generator, device=device))
 
 
 def seeded_noise(seeds: Tensor, chunk_shape: tuple[int, int], num_steps: int) -> ChainNoise:

@@ -111,4 +111,4 @@ def preset(name: str, *, image_size: tuple[int, int] | None = None) -> FastWAMCo
     if name not in PRESETS:
         raise ValueError(f"unknown model preset {name!r}; known presets: {sorted(PRESETS)}")
     config = PRESETS[name]
-    return config if image_size is None else replace(config, image_size=tuple(image_size))
+    return config if image_size is None else replace(config, image_size=image_size)

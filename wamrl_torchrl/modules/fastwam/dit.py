@@ -8,7 +8,8 @@ those of the released checkpoints (Wan 2.2 for the video expert).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -169,10 +170,16 @@ class Expert(nn.Module):
             nn.Linear(config.text_dim, hidden), nn.GELU(approximate="tanh"), nn.Linear(hidden, hidden)
         )
         self.time_embedding = nn.Sequential(nn.Linear(config.freq_dim, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
-        self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(hidden, 6 * hidden))
+        projection = nn.Linear(hidden, 6 * hidden)
+        nn.init.normal_(projection.weight, std=0.02)
+        nn.init.zeros_(projection.bias)
+        self.time_projection = nn.Sequential(nn.SiLU(), projection)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        nn.init.normal_(self.time_projection[1].weight, std=0.02)
-        nn.init.zeros_(self.time_projection[1].bias)
+
+    @property
+    def layers(self) -> Sequence[Block]:
+        """The blocks, with their type."""
+        return cast("Sequence[Block]", self.blocks)
 
     def embed_time(self, time: Tensor) -> tuple[Tensor, Tensor]:
         """Embedding [B,hidden] and six modulation vectors [B,6,hidden] of times [B] in [0, 1000]."""
@@ -180,13 +187,13 @@ class Expert(nn.Module):
         steps = torch.arange(half, dtype=torch.float64, device=time.device)
         angles = time.double()[:, None] * 10000.0 ** (-steps / half)
         sinusoid = torch.cat((angles.cos(), angles.sin()), -1)
-        embedding = self.time_embedding(sinusoid.to(self.time_projection[1].weight.dtype))
+        embedding = self.time_embedding(sinusoid.to(self.layers[0].modulation.dtype))
         return embedding, self.time_projection(embedding).unflatten(-1, (6, -1))
 
     def text_cache(self, context: Tensor) -> list[KeyValue]:
         """Cross-attention keys and values of every layer for a context [B,L,text_dim]."""
         text = self.text_embedding(context)
-        return [block.text_key_value(text) for block in self.blocks]
+        return [block.text_key_value(text) for block in self.layers]
 
     def run(
         self,
@@ -204,7 +211,7 @@ class Expert(nn.Module):
         """
         cache: list[KeyValue] = []
         last = len(self.blocks) - 1
-        for index, block in enumerate(self.blocks):
+        for index, block in enumerate(self.layers):
             if only_cache and index == last:
                 cache.append(block.key_value(x, six, rope))
                 break

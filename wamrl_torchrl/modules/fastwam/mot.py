@@ -29,6 +29,9 @@ class VideoHead(nn.Module):
 class VideoExpert(Expert):
     """Video diffusion transformer over latent frames (Wan 2.2 TI2V layout)."""
 
+    rope_cos: Tensor
+    rope_sin: Tensor
+
     def __init__(self, config: FastWAMConfig) -> None:
         super().__init__(config.video)
         hidden, channels = config.video.hidden_dim, config.latent_channels
@@ -60,6 +63,9 @@ class VideoExpert(Expert):
 
 class ActionExpert(Expert):
     """Action diffusion transformer over the actions of a chunk."""
+
+    rope_cos: Tensor
+    rope_sin: Tensor
 
     def __init__(self, config: FastWAMConfig) -> None:
         super().__init__(config.action)
