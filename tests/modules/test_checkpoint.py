@@ -54,7 +54,7 @@ class TestBadFiles:
         config = json.loads((saved / CONFIG_FILE).read_text())
         config["model"]["action"]["hidden_dim"] = 48
         (saved / CONFIG_FILE).write_text(json.dumps(config))
-        with pytest.raises(ValueError, match=r"mixtures.action.*has shape \(96, 32\), expected \(48, 32\)"):
+        with pytest.raises(ValueError, match=r"mixtures.action.*has shape \(64, 32\), expected \(48, 32\)"):
             load_policy(saved)
 
     @pytest.mark.parametrize("change", ["missing", "extra"])
