@@ -2,8 +2,8 @@
 
     python benchmarks/tabletop_learning.py --seeds 0 1 2 --jobs 1 --threads 2
 
-Runs `wamrl-train preset=tabletop` once per seed and prints a table and, as its last line, one JSON object. A seed that did
-not finish is reported as such.
+Runs `wamrl-train preset=tabletop` once per seed and prints a table and, as its last line, one JSON object. A seed that
+did not finish is reported as such.
 """
 
 from __future__ import annotations
