@@ -30,11 +30,11 @@ TINY_RUN = (
     "sde.num_steps=3",
     "algo.iterations=2",
     "algo.groups_per_iteration=4",
-    "algo.group_size=2",
+    "algo.group_size=4",
     "algo.imagination_steps=1",
     "algo.video_steps=2",
     "algo.curriculum.fraction=1.0",
-    "algo.curriculum.steps_before_end=[1,2,3,4]",
+    "algo.curriculum.steps_before_end=[2,5,8]",
     "algo.actor_lr=1e-3",
     "evaluation.episodes=4",
     "logger.tensorboard=false",
@@ -141,8 +141,11 @@ class TestModes:
 
     def test_starts_from_a_given_policy(self, finished, tmp_path, console):
         options = (f"model.policy={finished / 'policy'}", "algo.curriculum.fraction=0", "algo.iterations=1")
+        train(load(tmp_path / "a", *options), console)
+        before, after = tensors(finished / "policy"), tensors(tmp_path / "a" / "start")
+        assert all(torch.equal(value, after[key]) for key, value in before.items())
         with pytest.raises(ValueError, match="adapters"):
-            train(load(tmp_path / "a", *options), console)
+            train(load(tmp_path / "d", *options, "model.lora_rank=5"), console)
         options = (f"model.policy={finished / 'start'}", *options[1:])
         train(load(tmp_path / "b", *options), console)
         assert not (tmp_path / "b" / "demos").exists()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torchrl.envs import Compose, EnvBase, TransformedEnv
 
+from wamrl_torchrl import schema
 from wamrl_torchrl.config import EnvConfig, RunConfig
 from wamrl_torchrl.data.stats import DatasetStats, NormalizeProprio
 from wamrl_torchrl.envs.episodes import DealEpisodes, EpisodePlan
@@ -16,7 +17,7 @@ from wamrl_torchrl.envs.libero import LiberoEnv
 from wamrl_torchrl.envs.libero_suites import instructions as libero_instructions
 from wamrl_torchrl.envs.tabletop import TABLETOP_INSTRUCTIONS, TableTopEnv
 from wamrl_torchrl.modules.fastwam.codec import TinyCodec
-from wamrl_torchrl.modules.fastwam.config import preset
+from wamrl_torchrl.modules.fastwam.config import FastWAMConfig, preset
 from wamrl_torchrl.modules.fastwam.context import ContextBank
 from wamrl_torchrl.modules.fastwam.model import FastWAM
 from wamrl_torchrl.modules.policy import FlowPolicy
@@ -59,11 +60,17 @@ def task_ids(config: EnvConfig) -> list[int]:
     return ids
 
 
+def frame_offsets(config: EnvConfig) -> tuple[int, ...]:
+    """Offsets of the future frames: every 4th executed action, as the video expert sees the world."""
+    return tuple(range(schema.VIDEO_STRIDE, config.replan_steps + 1, schema.VIDEO_STRIDE))
+
+
 def make_env(config: EnvConfig, *, start_states: dict[int, Tensor] | None = None) -> LiberoEnv | TableTopEnv:
     """Build the bare environment of one worker."""
     common: dict[str, Any] = {
         "task_ids": task_ids(config),
         "replan_steps": config.replan_steps,
+        "frame_offsets": frame_offsets(config),
         "init_state_ids": range(*config.train_init_states),
         "start_states": start_states,
     }
@@ -106,12 +113,35 @@ def make_model(config: RunConfig) -> FastWAM:
     """Build a model with random weights for the run's world."""
     height, width = config.env.image_size
     model_config = preset(config.model.preset, image_size=(height, width))
-    contexts = ContextBank.hashed(
-        task_instructions(config.env), length=model_config.context_length, text_dim=model_config.video.text_dim
-    )
-    return FastWAM(model_config, TinyCodec(), contexts)
+    return FastWAM(model_config, TinyCodec(), make_contexts(config.env, model_config))
+
+
+def make_contexts(config: EnvConfig, model_config: FastWAMConfig) -> ContextBank:
+    """Text contexts of the world's tasks."""
+    length, text_dim = model_config.context_length, model_config.video.text_dim
+    return ContextBank.hashed(task_instructions(config), length=length, text_dim=text_dim)
 
 
 def make_policy(config: RunConfig, model: FastWAM, stats: DatasetStats) -> FlowPolicy:
     """Wrap a model as the run's policy."""
     return FlowPolicy(model, stats, sde=config.sde, executed_rows=config.env.replan_steps, seed=config.seed)
+
+
+def fit_policy(policy: FlowPolicy, config: RunConfig) -> FlowPolicy:
+    """Give a loaded policy the run's sampling options, in place, after checking that it belongs to the run's world.
+
+    Raises:
+        ValueError: it was made for pictures of another size or for other instructions.
+    """
+    found, wanted = tuple(policy.model.config.image_size), tuple(config.env.image_size)
+    if found != wanted:
+        raise ValueError(f"the policy was made for pictures of {found}, env.image_size is {wanted}")
+    contexts = make_contexts(config.env, policy.model.config).contexts
+    own = policy.model.contexts.contexts.cpu()
+    if own.shape != contexts.shape or not torch.equal(own, contexts):
+        world = config.env.suite if config.env.name == "libero" else config.env.name
+        raise ValueError(f"the policy was made for other instructions than {world} has: check env and model.policy")
+    policy.sde = config.sde
+    policy.seed = config.seed
+    policy.executed_rows = config.env.replan_steps
+    return policy.eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -11,9 +12,8 @@ from rich.console import Console
 
 from wamrl_torchrl.config import CONFIG_DIR, RunConfig, parse_config
 
-#: Raised for bad options, files and environments, with messages that name them. Anything else is a bug and keeps its
-#: traceback.
-USER_ERRORS = (ValueError, KeyError, FileNotFoundError, FileExistsError, ImportError)
+#: Raised for bad options, files and environments, with messages that name them.
+USER_ERRORS = (ValueError, KeyError, RuntimeError, FileNotFoundError, FileExistsError, ImportError)
 
 
 def command(name: str, run: Callable[[RunConfig, Console], None]) -> Callable[[], None]:
@@ -24,8 +24,10 @@ def command(name: str, run: Callable[[RunConfig, Console], None]) -> Callable[[]
         try:
             run(parse_config(raw), Console())
         except USER_ERRORS as error:
+            if os.environ.get("HYDRA_FULL_ERROR") == "1":
+                raise
             # A KeyError's own text is the repr of its message.
             message = error.args[0] if isinstance(error, KeyError) else error
-            sys.exit(f"{name}: {message}")
+            sys.exit(f"{name}: {message}\n(HYDRA_FULL_ERROR=1 shows where)")
 
     return entry

@@ -14,6 +14,10 @@ from wamrl_torchrl.modules.policy import FlowSDEConfig
 CONFIG_DIR = str(Path(__file__).parent / "configs")
 
 
+#: Init states that a world has of its own; ids from here on name start states of a curriculum.
+PLAIN_INIT_STATES = 50
+
+
 @dataclass
 class EnvConfig:
     """World, tasks and protocol."""
@@ -132,7 +136,7 @@ class LoggerConfig:
     tensorboard: bool = True
     video: bool = True  # one rollout video at the end
     checkpoints: int = 2  # kept
-    rollouts: bool = False  # keep every iteration's records as memory-mapped files
+    rollouts: bool = False  # keep every iteration's records, memory-mapped, for TensorDict.load_memmap
 
 
 @dataclass
@@ -196,6 +200,15 @@ def _check(config: RunConfig) -> None:
         "collector.num_workers": config.collector.num_workers,
         "pretrain.steps": config.pretrain.steps,
         "demos.episodes_per_task": config.demos.episodes_per_task,
+        "pretrain.video_every": config.pretrain.video_every,
+        "algo.video_min_episodes": algo.video_min_episodes,
+        "algo.video_max_episodes": algo.video_max_episodes,
+        "algo.video_steps": algo.video_steps,
+        "algo.video_batch_size": algo.video_batch_size,
+        "algo.imagination_steps": algo.imagination_steps,
+        "model.lora_rank": config.model.lora_rank,
+        "evaluation.repeats": config.evaluation.repeats,
+        "evaluation.episodes": 1 if config.evaluation.episodes is None else config.evaluation.episodes,
         "logger.checkpoints": config.logger.checkpoints,
     }
     for name, number in positive.items():
@@ -204,6 +217,23 @@ def _check(config: RunConfig) -> None:
     for name, (first, stop) in {"train": env.train_init_states, "eval": env.eval_init_states}.items():
         if not 0 <= first < stop:
             raise ValueError(f"env.{name}_init_states must be (from, to) with 0 <= from < to, got {(first, stop)}")
+        if env.name == "libero" and stop > PLAIN_INIT_STATES:
+            raise ValueError(f"env.{name}_init_states must end at {PLAIN_INIT_STATES}: LIBERO has no more, got {stop}")
+        if algo.curriculum.fraction and stop > PLAIN_INIT_STATES:
+            raise ValueError(
+                f"env.{name}_init_states must end at {PLAIN_INIT_STATES} with a curriculum, whose start states have "
+                f"the ids from there on; got {stop}"
+            )
+    if env.name == "libero" and tuple(env.image_size) != (224, 448):
+        raise ValueError(f"env.image_size of LIBERO is [224, 448], got {list(env.image_size)}")
+    if not 4 <= env.replan_steps <= 32:
+        raise ValueError(f"env.replan_steps must lie in 4..32 (the chunk), got {env.replan_steps}")
+    if len(algo.clip_epsilon) != 2:
+        raise ValueError(f"algo.clip_epsilon must be [lower, upper], got {list(algo.clip_epsilon)}")
+    shares = {"algo.demo_fraction": algo.demo_fraction, "algo.curriculum.fraction": algo.curriculum.fraction}
+    for name, share in shares.items():
+        if not 0 <= share <= 1:
+            raise ValueError(f"{name} must lie in 0..1, got {share}")
     overlap = set(range(*env.train_init_states)) & set(range(*env.eval_init_states))
     if overlap:
         raise ValueError(f"env.train_init_states and env.eval_init_states share {sorted(overlap)}")

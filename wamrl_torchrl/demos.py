@@ -73,6 +73,8 @@ def make_demonstrations(env: LiberoEnv | TableTopEnv, config: RunConfig, console
 
 def _main(config: RunConfig, console: Console) -> None:
     directory = Path(config.logger.directory) / "demos"
+    if directory.exists():
+        raise FileExistsError(f"{directory} exists: choose another logger.directory")
     env = make_env(config.env)
     try:
         make_demonstrations(env, config, console).save(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
 from wamrl_torchrl import schema
-from wamrl_torchrl.build import EnvFactory, choose_device, task_ids
+from wamrl_torchrl.build import EnvFactory, choose_device, fit_policy, task_ids
 from wamrl_torchrl.cli import command
 from wamrl_torchrl.collectors.collect import EPISODES, collect_episodes, join_episodes, tidy_record
 from wamrl_torchrl.config import RunConfig
@@ -57,12 +58,14 @@ def evaluate(
         exploration_type=ExplorationType.DETERMINISTIC,
         **EPISODES,
     )
-    episodes = []
-    with progress_bar(console, "evaluate", len(conditions)) as advance:
-        for episode in collect_episodes(iter(collector), len(conditions)):
-            episodes.append(episode)
-            advance(1, str(success_rate(episodes)))
-    collector.shutdown(close_env=False)
+    episodes: list[TensorDictBase] = []
+    try:
+        with progress_bar(console, "evaluate", len(conditions)) as advance:
+            for episode in collect_episodes(iter(collector), len(conditions)):
+                episodes.append(episode)
+                advance(1, str(success_rate(episodes)))
+    finally:
+        collector.shutdown(close_env=False)
     return join_episodes(episodes)
 
 
@@ -88,14 +91,13 @@ def total_rate(rates: dict[int, Rate]) -> Rate:
 def _main(config: RunConfig, console: Console) -> None:
     if config.model.policy is None:
         raise ValueError("model.policy must name the directory of a saved policy")
-    policy = load_policy(config.model.policy, device=choose_device(config.device))
-    plan = EpisodePlan()
-    env = EnvFactory(config.env, policy.stats, plan)()
-    try:
+    policy = fit_policy(load_policy(config.model.policy, device=choose_device(config.device)), config)
+    with contextlib.ExitStack() as stack:
+        plan = EpisodePlan()
+        stack.callback(plan.close)
+        env = EnvFactory(config.env, policy.stats, plan)()
+        stack.callback(env.close)
         rates = task_rates(evaluate(env, policy, plan, eval_conditions(config), console))
-    finally:
-        env.close()
-        plan.close()
     table = {f"task {task}": str(rate) for task, rate in rates.items()} | {"all": str(total_rate(rates))}
     console.print(metric_table("held-out success (k/n, 95 % Wilson interval)", table))
     result = Path(config.logger.directory) / "evaluation.json"

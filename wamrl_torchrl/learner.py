@@ -48,12 +48,13 @@ class ActorUpdate:
         low, high = config.clip_epsilon
         self.config = config
         self.policy = policy
+        self.learning_rate = config.actor_lr
         self.loss = FlowPPOLoss(
             policy,
             clip_epsilon=(low, high),
             dual_clip=config.dual_clip,
             normalize_steps=config.normalize_steps,
-        )
+        ).to(policy.device)
         self.parameters = actor_parameters(policy.model)
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.actor_lr, betas=(0.9, 0.95), weight_decay=0.0)
 
@@ -87,8 +88,9 @@ class VideoUpdate:
     def __init__(self, policy: FlowPolicy, config: AlgoConfig) -> None:
         self.config = config
         self.policy = policy
+        self.learning_rate = config.video_lr
         self.sft = VideoSFTLoss(policy.model)
-        self.feature_kl = FeatureKLLoss(policy.model)
+        self.feature_kl = FeatureKLLoss(policy.model).to(policy.device)
         self.parameters = video_parameters(policy.model)
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.video_lr, betas=(0.9, 0.95), weight_decay=0.0)
 
@@ -128,14 +130,14 @@ def normalize_windows(windows: TensorDict, policy: FlowPolicy) -> TensorDict:
 def parity_gap(policy: FlowPolicy, rollout: TensorDictBase, *, rows: int = 64) -> float:
     """Largest difference between the log-probs of the rollout and the learner's own, on up to ``rows`` records.
 
-    Records of an older policy version are left out; NaN if there are no others.
+    Raises:
+        RuntimeError: records of another policy version; a rollout is used under the weights that made it.
     """
-    current = rollout.get(schema.POLICY_VERSION) == policy.version.to(rollout.get(schema.POLICY_VERSION).device)
-    part = rollout[current.squeeze(-1)][:rows]
-    if not len(part):
-        return float("nan")
-    part = part.select(schema.IMAGE, schema.PROPRIO, schema.TASK_ID, schema.CHAIN, schema.K_STAR, schema.LOG_PROB)
-    part = part.to(policy.device)
+    versions = rollout.get(schema.POLICY_VERSION).unique().tolist()
+    if versions != policy.version.tolist():
+        raise RuntimeError(f"the rollout holds policy versions {versions}, the learner has {policy.version.tolist()}")
+    keys = (schema.IMAGE, schema.PROPRIO, schema.TASK_ID, schema.CHAIN, schema.K_STAR, schema.LOG_PROB)
+    part = rollout[:rows].select(*keys).to(policy.device)
     rows_now = policy.log_prob_rows(part)
     return float((rows_now[..., : policy.executed_rows].sum(-1) - part.get(schema.LOG_PROB)).abs().max())
 

@@ -31,8 +31,8 @@ def learning_rate_factor(step: int, config: PretrainConfig) -> float:
 def pretrain(config: RunConfig, demos: EpisodeStore, console: Console) -> FlowPolicy:
     """Train a fresh model on demonstrations and return its moving average as a policy.
 
-    The joint loss is split exactly: the action loss needs the first frame's tokens only, the video loss the video
-    expert alone, so each has its own batch size.
+    The joint loss is split: the action loss needs the first frame's tokens only, the video loss the video expert
+    alone, so each has its own batch size, and the video loss enters every ``video_every`` steps.
     """
     options, device = config.pretrain, choose_device(config.device)
     torch.manual_seed(config.seed)

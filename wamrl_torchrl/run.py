@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections import defaultdict
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from rich.console import Console
@@ -15,7 +17,7 @@ from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDic
 from torchrl.envs import EnvBase
 from torchrl.record.loggers import CSVLogger, TensorboardLogger
 
-from wamrl_torchrl.build import EnvFactory, make_env, task_ids
+from wamrl_torchrl.build import EnvFactory, fit_policy, frame_offsets, make_env, task_ids
 from wamrl_torchrl.collectors.collect import make_collector
 from wamrl_torchrl.config import RunConfig
 from wamrl_torchrl.data.analysis import Rate
@@ -49,6 +51,7 @@ def prepare_start(config: RunConfig, console: Console) -> EpisodeStore | None:
             f"{directory} holds a run: continue it with resume=true, or choose another logger.directory"
         )
     start = directory / "start"
+    check_recipe(config, directory)
     if config.model.policy is not None:
         if config.algo.curriculum.fraction:
             raise ValueError("algo.curriculum.fraction > 0 needs demonstrations, but model.policy was given")
@@ -70,6 +73,34 @@ def prepare_start(config: RunConfig, console: Console) -> EpisodeStore | None:
         console.print("Pre-training a fresh model on the demonstrations.")
         save_policy(pretrain(config, demos, console), start)
     return demos
+
+
+def check_recipe(config: RunConfig, directory: Path) -> None:
+    """Make sure that demonstrations and start policy in a directory were made as this run would make them.
+
+    Raises:
+        ValueError: they were made with other options; the message names them.
+    """
+    env = config.env
+    world = [env.name, env.suite, task_ids(env), env.settle_steps, list(env.image_size), list(env.train_init_states)]
+    recipe = {
+        "seed": config.seed,
+        "model.preset": config.model.preset,
+        "model.policy": config.model.policy,
+        "env": world,
+        "demos": asdict(config.demos),
+        "pretrain": asdict(config.pretrain),
+    }
+    path = directory / "recipe.json"
+    if not path.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(recipe, indent=2))
+        return
+    found = json.loads(path.read_text())
+    different = [name for name, value in recipe.items() if found.get(name) != value]
+    if different:
+        changes = "; ".join(f"{name}: {found.get(name)} there, {recipe[name]} here" for name in different)
+        raise ValueError(f"{directory} was started with other options ({changes}): choose another logger.directory")
 
 
 def draw_groups(run: Run, weights: Tensor) -> Tensor:
@@ -100,8 +131,7 @@ class Run:
         demos: demonstrations for the video update and the curriculum, or None.
         console: where people are told things.
 
-    Raises:
-        FileNotFoundError: nothing to resume from.
+    With ``resume`` the latest checkpoint of the directory is restored, if there is one.
     """
 
     def __init__(self, config: RunConfig, policy: FlowPolicy, demos: EpisodeStore | None, console: Console) -> None:
@@ -120,9 +150,7 @@ class Run:
             share = config.algo.curriculum.fraction
             console.print(f"Reverse curriculum: {share:.0%} of the groups start along demonstrations.")
 
-        self.policy = policy
-        policy.sde = config.sde
-        policy.eval()
+        self.policy = fit_policy(policy, config)
         torch.manual_seed(config.seed)
         add_video_lora(policy.model, VideoLoRA(rank=config.model.lora_rank))
         policy.to(policy.device)
@@ -133,6 +161,7 @@ class Run:
             policy.model,
             num_steps=config.algo.imagination_steps,
             imagination=config.algo.imagination,  # type: ignore[arg-type]
+            frame_offsets=frame_offsets(config.env),
             seed=config.seed,
         )
         self.advantage = GroupAdvantage(
@@ -154,7 +183,18 @@ class Run:
 
     # ---- life ---------------------------------------------------------------------------------------------------
     def __enter__(self) -> Run:
-        config = self.config
+        self._stack = contextlib.ExitStack()
+        with self._stack:
+            self._start()
+            self._stack = self._stack.pop_all()  # keep what was started; on an error it has been ended
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _start(self) -> None:
+        config, stack = self.config, self._stack
+        stack.callback(self.plan.close)
         # First, as environments are dealt what the plan releases after they were built, and workers load the policy.
         resumed = self._open_checkpoint()
         states = {} if self.starts is None else self.starts.states
@@ -163,35 +203,28 @@ class Run:
             # Nothing collects while the learner works, so one environment serves rollouts and evaluation.
             self.eval_env: EnvBase = factory()
             self.eval_plan = self.plan
+            stack.callback(lambda: self.eval_env.is_closed or self.eval_env.close())
             self.collector = make_collector(lambda *_: self.eval_env, policy=self.policy)
         else:
             self.eval_plan = EpisodePlan()
+            stack.callback(self.eval_plan.close)
             self.eval_env = EnvFactory(config.env, factory.stats, self.eval_plan, states)()
+            stack.callback(self.eval_env.close)
             snapshot = save_policy(self.policy, self.directory / "workers")
             self.collector = make_collector(
                 factory,
                 topology="multi_async",
-                policy_factory=PolicyFactory(snapshot),
+                policy_factory=PolicyFactory(snapshot, self.policy.device),
                 num_workers=config.collector.num_workers,
                 envs_per_worker=config.env.num_envs,
             )
+        stack.callback(self.collector.shutdown)
+        stack.callback(self.plan.close)  # before the collector is shut down: idle workers end by it
         self.episodes = iter(self.collector)
         # Last, as building environments and collectors may draw random numbers.
         if resumed is not None:
             self._checkpoint.load(resumed, components=["rng"])
         self._open_logs()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.plan.close()
-        try:
-            self.collector.shutdown()
-        finally:
-            self.eval_plan.close()
-            if not self.eval_env.is_closed:
-                self.eval_env.close()
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
     def _open_checkpoint(self) -> Path | None:
@@ -212,6 +245,10 @@ class Run:
         latest = self._rotation.latest() if self.config.resume else None
         if latest is not None:
             self._checkpoint.load(latest)
+            # The optimisers' moments go on, at the rates of this run's options.
+            for update in (self.actor_update, self.video_update):
+                for group in update.optimizer.param_groups:
+                    group["lr"] = update.learning_rate
             self.watch = ParameterWatch(self.policy.model)
             self.console.print(f"Resumed after iteration {self.iteration} from {latest}")
         return latest
@@ -241,18 +278,22 @@ class Run:
         if self.config.logger.tensorboard:
             self.loggers.append(TensorboardLogger("tensorboard", log_dir=str(self.directory)))
         self.scalars = self.directory / "metrics" / "scalars"
-        timeit.erase()
 
     def log(self, metrics: dict[str, float]) -> None:
         """Log an iteration's metrics and phase times, and show them."""
-        times = {f"time/{phase}": seconds for phase, seconds in timeit.todict().items() if seconds}
-        timeit.erase()
-        for name, seconds in times.items():
-            self.seconds[name.removeprefix("time/")] += seconds
+        times = {f"time/{phase}": seconds for phase, seconds in self.clock().items()}
         for logger in self.loggers:
             for name, value in {**metrics, **times}.items():
                 logger.log_scalar(name, value, step=self.iteration)
         self.console.print(metric_table(f"iteration {self.iteration}", {**metrics, **times}))
+
+    def clock(self) -> dict[str, float]:
+        """Seconds per phase since the last call, added to the run's."""
+        times = {phase: seconds for phase, seconds in timeit.todict(percall=False).items() if seconds}
+        timeit.erase()
+        for phase, seconds in times.items():
+            self.seconds[phase] += seconds
+        return times
 
     def group_metrics(self) -> dict[str, float]:
         """What the last advantage computation saw and kept."""
@@ -281,12 +322,13 @@ class Run:
 class PolicyFactory:
     """Picklable builder of a worker's policy from a saved one."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, device: torch.device) -> None:
         self.directory = directory
+        self.device = device
 
     def __call__(self) -> FlowPolicy:
-        """Load the policy."""
-        return load_policy(self.directory)
+        """Load the policy onto the learner's kind of device."""
+        return load_policy(self.directory, device=self.device)
 
 
 class StoredEpisodes:

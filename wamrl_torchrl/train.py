@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl._utils import timeit
 
 from wamrl_torchrl import schema
-from wamrl_torchrl.build import choose_device
+from wamrl_torchrl.build import choose_device, frame_offsets
 from wamrl_torchrl.cli import command
 from wamrl_torchrl.collectors.collect import collect_episodes, join_episodes, push_weights
 from wamrl_torchrl.config import RunConfig
@@ -29,7 +29,9 @@ from wamrl_torchrl.run import Run, draw_groups, prepare_start
 def train(config: RunConfig, console: Console) -> dict[str, Rate]:
     """Run the configured number of iterations and return the held-out success rates ``start`` and ``end``."""
     directory = Path(config.logger.directory)
-    demos = prepare_start(config, console)
+    with timeit("start"):
+        demos = prepare_start(config, console)
+    OmegaConf.save(OmegaConf.structured(config), directory / "config.yaml")
     with Run(config, load_policy(directory / "start", device=choose_device(config.device)), demos, console) as run:
         if run.iteration == 0:
             run.held_out["start"] = held_out_success(run)
@@ -66,7 +68,10 @@ def run_iteration(run: Run) -> dict[str, float]:
                 metrics |= run.actor_update(buffer)
                 run.expect_changed("action_expert")
 
-    for episode in episodes_from_rollout(rollout) if algo.mode != "actor_only" else ():
+    if run.config.logger.rollouts:
+        rollout.memmap(run.directory / "rollouts" / f"{run.iteration:04d}")
+    offsets = frame_offsets(run.config.env)
+    for episode in episodes_from_rollout(rollout, frame_offsets=offsets) if algo.mode != "actor_only" else ():
         run.successes.add(episode)
     if algo.mode != "actor_only" and run.iteration % algo.video_every == 0:
         if len(run.successes) >= algo.video_min_episodes:
@@ -124,7 +129,10 @@ def reconstruction_metrics(rollout: TensorDictBase) -> dict[str, float]:
     mask = rollout.get(schema.REWARD_REC_MASK).squeeze(-1)
     ids = rollout.get(schema.EPISODE_ID).squeeze(-1)
     won = torch.isin(ids, ids[rollout.get(("next", schema.SUCCESS)).squeeze(-1)])
-    metrics = {"reconstruction/mse": float(error[mask].mean()), "reconstruction/mse_std": float(error[mask].std())}
+    metrics = {
+        "reconstruction/mse": float(error[mask].mean()),
+        "reconstruction/mse_std": float(error[mask].std(correction=0)),
+    }
     for name, outcome in (("success", won), ("failure", ~won)):
         if bool((outcome & mask).any()):
             metrics[f"reconstruction/mse_{name}"] = float(error[outcome & mask].mean())
@@ -136,25 +144,30 @@ def held_out_success(run: Run, *, video: bool = False) -> Rate:
     with timeit("evaluate"):
         records = evaluate(run.eval_env, run.policy, run.eval_plan, eval_conditions(run.config), run.console)
     if video:
-        frames = rollout_frames(records)
-        write_video(frames, run.directory / "rollout.mp4")
+        write_video(rollout_frames(run, records), run.directory / "rollout.mp4")
     return total_rate(task_rates(records))
 
 
-def rollout_frames(records: TensorDictBase) -> Tensor:
+def rollout_frames(run: Run, records: TensorDictBase) -> Tensor:
     """Frames uint8 [T,3,H,W] of the first success, or of the first episode if there is none."""
-    episodes = episodes_from_rollout(records) or episodes_from_rollout(records, only_success=False)
-    return episodes[0].get("frames")
+    last = records[records.get(("next", "done")).squeeze(-1)]
+    best = last.get(("next", schema.SUCCESS)).squeeze(-1).long().argmax()
+    episode = records[(records.get(schema.EPISODE_ID) == last.get(schema.EPISODE_ID)[best]).squeeze(-1)]
+    if run.config.env.replan_steps % schema.VIDEO_STRIDE:
+        return episode.get(schema.IMAGE)  # decisions do not lie on the grid of every 4th step
+    offsets = frame_offsets(run.config.env)
+    return episodes_from_rollout(episode, frame_offsets=offsets, only_success=False)[0].get("frames")
 
 
 def finish(run: Run) -> None:
     """Write curves, policy and summary, and show them."""
+    run.clock()
     policy = save_policy(run.policy, run.directory / "policy")
     plot_curves(run.scalars, run.directory / "curves.png")
     summary = {name: [*rate, *rate.interval()] for name, rate in run.held_out.items()}
     (run.directory / "summary.json").write_text(json.dumps({"held_out": summary, "seconds": run.seconds}, indent=2))
     table = {f"held-out success, {name}": str(rate) for name, rate in run.held_out.items()}
-    table |= {f"time, {phase}": f"{seconds:.0f} s" for phase, seconds in run.seconds.items()}
+    table |= {f"time, {phase}": f"{seconds:.0f} s" for phase, seconds in run.seconds.items() if seconds >= 0.5}
     run.console.print(metric_table("summary (k/n, 95 % Wilson interval)", table))
     run.console.print(f"policy {policy}\ncurves {run.directory / 'curves.png'}")
     if (run.directory / "rollout.mp4").exists():
@@ -162,9 +175,6 @@ def finish(run: Run) -> None:
 
 
 def _main(config: RunConfig, console: Console) -> None:
-    directory = Path(config.logger.directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(OmegaConf.structured(config), directory / "config.yaml")
     train(config, console)
 
 

@@ -37,7 +37,7 @@ class TestAdapters:
         with adapters_disabled(model.mot.video):
             assert torch.equal(model.imagine(states, noise, num_steps=2), base)
         assert all(p.requires_grad for p in video_parameters(model))
-        assert len(video_parameters(model)) == 2 * 4 * 2  # two factors, q k v o, two blocks
+        assert len(video_parameters(model)) == 2 * 4 * model.config.video.num_layers  # two factors of q, k, v, o
 
     def test_adapters_come_back_after_an_error(self):
         model = add_video_lora(make_model(), VideoLoRA(rank=2))
@@ -61,10 +61,14 @@ class TestAdapters:
         with pytest.raises(ValueError, match=name):
             VideoLoRA(**options)
 
-    def test_twice_is_refused(self):
+    def test_equal_ones_are_kept_and_others_refused(self):
         model = add_video_lora(make_model(), VideoLoRA(rank=2))
+        randomize(model)
+        before = [parameter.clone() for parameter in video_parameters(model)]
+        add_video_lora(model, VideoLoRA(rank=2))
+        assert all(torch.equal(a, b) for a, b in zip(before, video_parameters(model), strict=True))
         with pytest.raises(ValueError, match="already"):
-            add_video_lora(model, VideoLoRA(rank=2))
+            add_video_lora(model, VideoLoRA(rank=3))
 
     def test_actor_loss_leaves_the_adapters_without_gradient(self):
         policy = make_policy()

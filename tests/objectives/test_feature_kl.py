@@ -42,9 +42,10 @@ class TestDivergence:
 
     def test_gaussian_form_against_the_closed_form(self):
         loss = make_loss(drifted=True)
-        live, frozen = torch.randn(4, 2, 8, 96), torch.randn(4, 2, 8, 96)
-        loss.live_variance.copy_(torch.rand(4, 96) + 0.5)
-        loss.frozen_variance.copy_(torch.rand(4, 96) + 0.5)
+        features = len(loss.frozen_variance)  # keys and values of every layer
+        live, frozen = torch.randn(features, 2, 8, 96), torch.randn(features, 2, 8, 96)
+        loss.live_variance.copy_(torch.rand(features, 96) + 0.5)
+        loss.frozen_variance.copy_(torch.rand(features, 96) + 0.5)
         live_dist = torch.distributions.Normal(live, loss.live_variance.sqrt()[:, None, None])
         frozen_dist = torch.distributions.Normal(frozen, loss.frozen_variance.sqrt()[:, None, None])
         expected = torch.distributions.kl_divergence(live_dist, frozen_dist).mean()

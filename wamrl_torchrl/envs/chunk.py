@@ -20,12 +20,12 @@ from wamrl_torchrl import schema
 
 
 class Outcome(NamedTuple):
-    """What executing a chunk gave, one row per slot; rows of parked slots are ignored."""
+    """What executing a chunk gave, one row for each of the M slots that run an episode."""
 
-    executed: Tensor  # int64 [N], actions executed, at most replan_steps
-    success: Tensor  # bool [N]
-    future_frames: Tensor  # uint8 [N,F,3,H,W], frames at the offsets that were reached, zeros elsewhere
-    sim_states: Tensor | None  # float64 [N,replan_steps+1,D], or None where there is no simulator
+    executed: Tensor  # int64 [M], actions executed, at most replan_steps
+    success: Tensor  # bool [M]
+    future_frames: Tensor  # uint8 [M,F,3,H,W], frames at the offsets that were reached, zeros elsewhere
+    sim_states: Tensor | None  # float64 [M,replan_steps+1,D], or None where there is no simulator
 
 
 class ChunkEnv(EnvBase):

@@ -27,7 +27,7 @@ FORMAT = 1
 
 
 def save_policy(policy: FlowPolicy, directory: str | Path) -> Path:
-    """Write a policy to ``directory``; an older policy there stays whole until the new one is complete.
+    """Write a policy to ``directory``; each of its two files is replaced only when it is complete.
 
     Returns:
         the directory.

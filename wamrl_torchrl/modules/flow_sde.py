@@ -284,6 +284,9 @@ def chain_transitions(
     num_steps = chains.shape[1] - 1
     if k_star.shape[1] > num_steps:
         raise ValueError(f"k_star names {k_star.shape[1]} steps (K_sde), but the chain has only K={num_steps}")
+    # On a GPU looking at the values would wait for the device.
+    if k_star.device.type == "cpu" and bool(((k_star < 0) | (k_star >= num_steps)).any()):
+        raise ValueError(f"k_star must lie in 0..{num_steps - 1}; -1 marks a deterministic policy, without log-prob")
     schedule = build_schedule(num_steps, shift, device=chains.device)
     coefficients = sde_coefficients(schedule, a, std_floor=std_floor)
     condition = model.condition(states)

@@ -37,16 +37,18 @@ class VideoLoRA:
 
 
 def add_video_lora(model: FastWAM, lora: VideoLoRA) -> FastWAM:
-    """Freeze the video side and put LoRA adapters on the video expert, in place.
+    """Freeze the video side and put LoRA adapters on the video expert, in place; equal ones that are there are kept.
 
     A fresh adapter changes nothing: its second factor starts at zero. The action expert stays trainable; text, VAE,
     proprioception and the video expert's own weights are frozen.
 
     Raises:
-        ValueError: adapters are there already.
+        ValueError: other adapters are there already.
     """
+    if model.lora == lora:
+        return model
     if model.lora is not None:
-        raise ValueError(f"the video expert has adapters already: {model.lora}")
+        raise ValueError(f"the video expert has other adapters already: {model.lora}, wanted {lora}")
     model.requires_grad_(False)
     targets = "|".join(lora.projections)
     config = LoraConfig(

@@ -15,12 +15,14 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from wamrl_torchrl import schema
 from wamrl_torchrl.data.stats import DatasetStats
 from wamrl_torchrl.modules.fastwam.model import FastWAM
+from wamrl_torchrl.modules.fastwam.schedule import build_schedule
 from wamrl_torchrl.modules.flow_sde import (
     Transitions,
     chain_transitions,
     logprob_chain,
     num_stochastic_steps,
     sample_chain,
+    sde_coefficients,
     seeded_noise,
     step_weights,
 )
@@ -50,6 +52,8 @@ class FlowSDEConfig:
     weights: list[float] | None = None
 
     def __post_init__(self) -> None:
+        # Refuses what could not be sampled, by name.
+        sde_coefficients(build_schedule(self.num_steps, 1.0), self.noise_level, std_floor=self.std_floor)
         if self.count < 1:
             raise ValueError("stochastic_steps must leave at least one stochastic step: without one there is no ratio")
         if int((self.step_weights() > 0).sum()) < self.count:
@@ -196,4 +200,4 @@ class FlowPolicy(TensorDictModuleBase):
     def x_next(self, record: TensorDictBase) -> Tensor:
         """What the stochastic step drew in recorded chains: fp32 [B,n,A], the sample of :meth:`get_dist`."""
         chain, k_star = record.get(schema.CHAIN), record.get(schema.K_STAR)
-        return chain[torch.arange(len(chain)), k_star[:, 0] + 1, : self.executed_rows]
+        return chain[torch.arange(len(chain), device=chain.device), k_star[:, 0] + 1, : self.executed_rows]
