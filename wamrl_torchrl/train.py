@@ -129,6 +129,8 @@ def reconstruction_metrics(rollout: TensorDictBase) -> dict[str, float]:
     mask = rollout.get(schema.REWARD_REC_MASK).squeeze(-1)
     ids = rollout.get(schema.EPISODE_ID).squeeze(-1)
     won = torch.isin(ids, ids[rollout.get(("next", schema.SUCCESS)).squeeze(-1)])
+    if not bool(mask.any()):
+        return {}
     metrics = {
         "reconstruction/mse": float(error[mask].mean()),
         "reconstruction/mse_std": float(error[mask].std(correction=0)),
