@@ -39,6 +39,7 @@ def test_progress_and_tables_show_what_happened():
             advance(1, f"success {step}/3")
     console.print(metric_table("iteration 1", {"rollout/success": 0.123456, "groups": 4}))
     text = console.export_text()
+    assert "collect: 1/3, success 0/3" in text, "without a terminal, a line per quarter"
     assert "3/3" in text
     assert "success 2/3" in text
     assert "0.1235" in text

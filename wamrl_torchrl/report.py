@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator
 
 @contextmanager
 def progress_bar(console: Console, name: str, total: int) -> Iterator[Callable[[int, str], None]]:
-    """Show a progress bar; yields ``advance(steps, note)``. Without a terminal only the final line is printed."""
+    """Show a progress bar; yields ``advance(steps, note)``. Without a terminal a line is printed every quarter."""
     columns = (
         TextColumn("{task.description:<16}"),
         BarColumn(bar_width=30),
@@ -32,7 +32,15 @@ def progress_bar(console: Console, name: str, total: int) -> Iterator[Callable[[
     )
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(name, total=total, note="")
-        yield lambda steps, note: progress.update(task, advance=steps, note=note)
+
+        def advance(steps: int, note: str) -> None:
+            before = progress.tasks[task].completed
+            progress.update(task, advance=steps, note=note)
+            after = before + steps
+            if not console.is_terminal and 4 * before // total < 4 * after // total < 4:
+                console.print(f"{name}: {after:.0f}/{total}, {note}")
+
+        yield advance
 
 
 def metric_table(title: str, metrics: Mapping[str, object]) -> Table:
