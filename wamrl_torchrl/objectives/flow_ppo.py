@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wamrl_torchrl import schema
 from wamrl_torchrl.modules.fastwam.schedule import build_schedule
-from wamrl_torchrl.modules.flow_sde import gaussian_log_prob, sde_coefficients
+from wamrl_torchrl.modules.flow_sde import sde_coefficients
 from wamrl_torchrl.modules.policy import FlowPolicy
 from wamrl_torchrl.objectives.common import CriticFreeLoss
 
@@ -145,10 +145,7 @@ class FlowPPOLoss(CriticFreeLoss):
                 f"{self.tensor_keys.advantage!r} must be of shape {(*tensordict.batch_size, 1)}, "
                 f"found {tuple(advantage.shape)}"
             )
-        moves = self.actor_network.transitions(tensordict)
-        new_rows = gaussian_log_prob(
-            moves.target.flatten(0, 1), moves.mean.flatten(0, 1), moves.std.flatten()
-        ).unflatten(0, moves.std.shape)
+        new_rows = self.actor_network.log_prob_rows(tensordict)
         mask = self._row_mask(tensordict, len(new_rows))
         log_ratio = self.log_ratio(tensordict, new_rows, mask)
         ratio = log_ratio.exp()
