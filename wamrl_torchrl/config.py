@@ -9,13 +9,10 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from wamrl_torchrl.modules.policy import FlowSDEConfig
+from wamrl_torchrl.schema import PLAIN_INIT_STATES
 
 # Hydra composes the files of CONFIG_DIR onto these types, so it refuses unknown keys and wrong types by name.
 CONFIG_DIR = str(Path(__file__).parent / "configs")
-
-
-#: Init states that a world has of its own; ids from here on name start states of a curriculum.
-PLAIN_INIT_STATES = 50
 
 
 @dataclass

@@ -59,6 +59,9 @@ ADVANTAGE = "advantage"
 EPISODE_KEYS = (TASK_ID, INIT_STATE_ID, ENV_SEED, GROUP_ID, EPISODE_ID)
 PARKED = -1
 
+#: Init states that a task has of its own, as in LIBERO; ids from here on name start states given to an environment.
+PLAIN_INIT_STATES = 50
+
 #: Outcomes of a step that a record keeps only under "next".
 OUTCOME_KEYS = (FUTURE_FRAMES, FUTURE_MASK, EXECUTED_MASK, SIM_STATES, SUCCESS)
 

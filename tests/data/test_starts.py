@@ -4,7 +4,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from wamrl_torchrl.data.starts import FIRST_START_STATE, StartStates
+from wamrl_torchrl.data.starts import StartStates
+from wamrl_torchrl.schema import PLAIN_INIT_STATES
 
 
 def demonstration(task: int, length: int, *, seed: int = 0, success: bool = True) -> TensorDict:
@@ -29,9 +30,9 @@ class TestStartStates:
         rows = set()
         for _ in range(100):
             init, seed = starts.draw(0, generator)
-            assert int(starts.states[0][init - FIRST_START_STATE]) // 100 == seed
+            assert int(starts.states[0][init - PLAIN_INIT_STATES]) // 100 == seed
             rows.add(init)
-        assert rows == set(range(FIRST_START_STATE, FIRST_START_STATE + 10))
+        assert rows == set(range(PLAIN_INIT_STATES, PLAIN_INIT_STATES + 10))
 
     def test_failures_are_passed_over(self):
         starts = StartStates([demonstration(1, 5, success=False)], steps_before_end=[1])

@@ -11,9 +11,6 @@ from torch import Tensor
 
 from wamrl_torchrl import schema
 
-#: Init state ids from here on name a stored start state instead of one of the suite's 50.
-FIRST_START_STATE = 50
-
 
 class StartStates:
     """Simulator states some steps before the end of successful demonstrations.
@@ -57,4 +54,4 @@ class StartStates:
         if task not in self.states:
             raise KeyError(f"no successful demonstration of task {task}, so it has no start states")
         row = int(torch.randint(len(self.states[task]), (), generator=generator))
-        return FIRST_START_STATE + row, int(self.env_seeds[task][row])
+        return schema.PLAIN_INIT_STATES + row, int(self.env_seeds[task][row])

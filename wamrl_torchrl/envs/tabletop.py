@@ -15,10 +15,7 @@ from wamrl_torchrl.envs.chunk import ChunkEnv, Outcome
 from wamrl_torchrl.envs.tabletop_render import render
 from wamrl_torchrl.envs.tabletop_world import TABLETOP_INSTRUCTIONS
 
-__all__ = ["PLAIN_INIT_STATES", "TABLETOP_INSTRUCTIONS", "TableTopEnv"]
-
-#: With ``start_states``, init state ids from here on name a row of them.
-PLAIN_INIT_STATES = 50
+__all__ = ["TABLETOP_INSTRUCTIONS", "TableTopEnv"]
 
 
 class TableTopEnv(ChunkEnv):
@@ -129,17 +126,17 @@ class TableTopEnv(ChunkEnv):
         states = world.initial_states(task_ids, init_ids, env_seeds)
         if self.start_states is None:
             return states
-        for task_id in task_ids[init_ids >= PLAIN_INIT_STATES].unique().tolist():
+        for task_id in task_ids[init_ids >= schema.PLAIN_INIT_STATES].unique().tolist():
             if task_id not in self.start_states:
                 raise KeyError(
-                    f"{schema.INIT_STATE_ID} >= {PLAIN_INIT_STATES} names a row of start_states[{task_id}], "
+                    f"{schema.INIT_STATE_ID} >= {schema.PLAIN_INIT_STATES} names a row of start_states[{task_id}], "
                     f"but start_states has tasks {sorted(self.start_states)} only"
                 )
-            rows = ((task_ids == task_id) & (init_ids >= PLAIN_INIT_STATES)).nonzero().squeeze(-1)
-            stored, wanted = self.start_states[task_id], init_ids[rows] - PLAIN_INIT_STATES
+            rows = ((task_ids == task_id) & (init_ids >= schema.PLAIN_INIT_STATES)).nonzero().squeeze(-1)
+            stored, wanted = self.start_states[task_id], init_ids[rows] - schema.PLAIN_INIT_STATES
             if int(wanted.max()) >= len(stored):
-                last = PLAIN_INIT_STATES + len(stored) - 1
-                found = PLAIN_INIT_STATES + int(wanted.max())
+                last = schema.PLAIN_INIT_STATES + len(stored) - 1
+                found = schema.PLAIN_INIT_STATES + int(wanted.max())
                 raise ValueError(f"{schema.INIT_STATE_ID} of task {task_id} must be at most {last}, got {found}")
             states[rows] = stored[wanted]
         return states
