@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 from torchrl.data import Bounded, Composite
 from torchrl.envs import Transform
 
 from wamrl_torchrl import schema
+from wamrl_torchrl.precision import FixedBuffers
 
 #: Normalised values are clamped to +- this, as FastWAM was trained: an outlier must not leave the model's range by far.
 CLAMP = 5.0
@@ -41,11 +42,11 @@ def gripper_to_dataset(actions: Tensor) -> Tensor:
     return torch.cat([actions[..., :-1], (1 - actions[..., -1:]) / 2], -1)
 
 
-class DatasetStats(nn.Module):
+class DatasetStats(FixedBuffers):
     """Minimum and maximum of each dim of state and action; maps them to [-1, 1] and back.
 
     The bounds are buffers: they move and are saved with the policy that owns the module. They stay float32 when the
-    owner is cast, because a bfloat16 bound is off by up to 0.4 %.
+    owner is cast.
 
     Keyword Args:
         state_min: least state, ``[8]``.
@@ -76,9 +77,6 @@ class DatasetStats(nn.Module):
             wrong = (low > high).nonzero().flatten().tolist()
             if wrong:
                 raise ValueError(f"{name}_min exceeds {name}_max in dims {wrong}")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DatasetStats:
-        return super()._apply(lambda buffer: buffer.to(fn(buffer).device), recurse)
 
     # ---- sources ------------------------------------------------------------------------------------------------
     @classmethod

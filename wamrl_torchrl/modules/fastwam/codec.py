@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from wamrl_torchrl.precision import FixedBuffers
 
 
 class Codec(nn.Module, abc.ABC):
@@ -25,6 +28,11 @@ class Codec(nn.Module, abc.ABC):
     latent_channels = 48
     spatial_stride = 16
     temporal_stride = 4
+
+    @property
+    @abc.abstractmethod
+    def recipe(self) -> dict[str, Any]:
+        """JSON-able description from which :func:`make_codec` builds an equal codec."""
 
     def encode(self, frames: Tensor) -> Tensor:
         """Encode clips.
@@ -148,7 +156,7 @@ def _full_precision(values: Tensor) -> torch.autocast:
     return torch.autocast("cuda" if values.is_cuda else "cpu", enabled=False)
 
 
-class _BlockTransform(nn.Module):
+class _BlockTransform(FixedBuffers):
     """Orthonormal transform of ``frames x 16 x 16`` blocks to the standardised coefficients that the tables list."""
 
     atoms: Tensor
@@ -171,10 +179,6 @@ class _BlockTransform(nn.Module):
         mean = (_PLANE_MEAN @ _PLANES)[:, None].expand(3, basis.shape[-1] // 3).flatten()
         for name, value in (("atoms", basis), ("offset", basis @ mean), ("scale", torch.tensor(scale))):
             self.register_buffer(name, value.float(), persistent=False)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _BlockTransform:
-        # Moved with the model that owns the codec, but float32 when that is cast.
-        return super()._apply(lambda buffer: buffer.to(fn(buffer).device), recurse)
 
     def analyse(self, frames: Tensor) -> Tensor:
         """[B,3,G*t,H,W] -> float32 [B,48,G,H/16,W/16]."""
@@ -206,6 +210,11 @@ class TinyCodec(Codec):
         self.first = _BlockTransform([_LUMA_FIRST], [_COLOUR_FIRST])
         self.group = _BlockTransform(_LUMA_GROUP, _COLOUR_GROUP)
 
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The codec has no options."""
+        return {"kind": "tiny"}
+
     def _encode(self, frames: Tensor) -> Tensor:
         with _full_precision(frames):
             latents = [self.first.analyse(frames[:, :, :1])]
@@ -219,3 +228,22 @@ class TinyCodec(Codec):
             if latents.shape[2] > 1:
                 frames.append(self.group.synthesise(latents[:, :, 1:]))
             return torch.cat(frames, 2).clamp_(-1, 1)
+
+
+def make_codec(recipe: dict[str, Any], *, device: torch.device | str = "cpu") -> Codec:
+    """Build a codec from its :attr:`Codec.recipe`.
+
+    Raises:
+        ValueError: unknown kind.
+        FileNotFoundError: the weights of a Wan codec are no longer where the recipe says.
+    """
+    options = dict(recipe)
+    kind = options.pop("kind", None)
+    if kind == "tiny":
+        return TinyCodec()
+    if kind == "wan":
+        from wamrl_torchrl.modules.fastwam.wan_codec import WanCodec  # needs the extra `wan`
+
+        path, dtype = options.pop("path"), getattr(torch, options.pop("dtype"))
+        return WanCodec.from_file(path, dtype=dtype, device=device, **options)
+    raise ValueError(f"unknown codec kind {kind!r}; known are 'tiny' and 'wan'")

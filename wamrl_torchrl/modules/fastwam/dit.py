@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wamrl_torchrl.modules.fastwam.config import ExpertConfig
+from wamrl_torchrl.precision import FixedBuffers
 
 ROPE_THETA = 10000.0
 
@@ -34,17 +35,28 @@ class Rope(NamedTuple):
     sin: Tensor
 
 
-def rope_table(positions: Tensor, widths: list[int]) -> Rope:
+class RopeTable(FixedBuffers):
     """Rotation tables for integer ``positions`` [S, axes] whose axes own ``widths`` dims of a head each.
 
     Angles are taken in float64 and the tables rounded to fp32, as the reference rotates in double precision.
     """
-    angles = [
-        positions[:, axis, None].double() * ROPE_THETA ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-        for axis, width in enumerate(widths)
-    ]
-    table = torch.cat(angles, -1)
-    return Rope(table.cos().float(), table.sin().float())
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, positions: Tensor, widths: list[int]) -> None:
+        super().__init__()
+        angles = [
+            positions[:, axis, None].double() * ROPE_THETA ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+            for axis, width in enumerate(widths)
+        ]
+        table = torch.cat(angles, -1)
+        self.register_buffer("cos", table.cos().float(), persistent=False)
+        self.register_buffer("sin", table.sin().float(), persistent=False)
+
+    def forward(self, first: int, count: int) -> Rope:
+        """Tables of ``count`` tokens from token ``first`` on."""
+        return Rope(self.cos[first : first + count], self.sin[first : first + count])
 
 
 def apply_rope(x: Tensor, rope: Rope, num_heads: int) -> Tensor:
@@ -61,7 +73,12 @@ class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start as the plain normalisation."""
+        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` [..., dim]."""
@@ -112,9 +129,17 @@ class Block(nn.Module):
             nn.GELU(approximate="tanh"),
             nn.Linear(config.ffn_dim, config.hidden_dim),
         )
-        # Gates start at 1, shifts and scales at 0: a fresh model is then an ordinary pre-norm transformer. With gates
-        # near 0 (as when fine-tuning) a model from scratch hardly learns to look at the picture.
-        self.modulation = nn.Parameter(torch.tensor([0.0, 0, 1, 0, 0, 1]).view(1, 6, 1).repeat(1, 1, config.hidden_dim))
+        self.modulation = nn.Parameter(torch.empty(1, 6, config.hidden_dim))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start as an ordinary pre-norm transformer: gates at 1, shifts and scales at 0.
+
+        With gates near 0 (as when fine-tuning) a model from scratch hardly learns to look at the picture.
+        """
+        self.modulation.zero_()
+        self.modulation[:, [2, 5]] = 1
 
     def text_key_value(self, text: Tensor) -> KeyValue:
         """Cross-attention keys and values of ``text`` [B,L,hidden]; they do not depend on the time."""
@@ -170,11 +195,15 @@ class Expert(nn.Module):
             nn.Linear(config.text_dim, hidden), nn.GELU(approximate="tanh"), nn.Linear(hidden, hidden)
         )
         self.time_embedding = nn.Sequential(nn.Linear(config.freq_dim, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
-        projection = nn.Linear(hidden, 6 * hidden)
+        self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(hidden, 6 * hidden))
+        self.reset_parameters()
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+
+    def reset_parameters(self) -> None:
+        """Small time modulation, so that a fresh block is near its own start whatever the time."""
+        projection = cast("nn.Linear", self.time_projection[1])
         nn.init.normal_(projection.weight, std=0.02)
         nn.init.zeros_(projection.bias)
-        self.time_projection = nn.Sequential(nn.SiLU(), projection)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
 
     @property
     def layers(self) -> Sequence[Block]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from wamrl_torchrl.modules.fastwam.config import FastWAMConfig
-from wamrl_torchrl.modules.fastwam.dit import Expert, KeyValue, Rope, layer_norm, modulate, rope_table
+from wamrl_torchrl.modules.fastwam.dit import Expert, KeyValue, Rope, RopeTable, layer_norm, modulate
 
 PATCH = (1, 2, 2)
 
@@ -18,7 +18,12 @@ class VideoHead(nn.Module):
         super().__init__()
         self.eps = eps
         self.head = nn.Linear(hidden_dim, out_dim)
-        self.modulation = nn.Parameter(torch.zeros(1, 2, hidden_dim))
+        self.modulation = nn.Parameter(torch.empty(1, 2, hidden_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start without modulation."""
+        nn.init.zeros_(self.modulation)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         """Project tokens [B,S,hidden] under the time embedding [B,hidden] to [B,S,out]."""
@@ -29,9 +34,6 @@ class VideoHead(nn.Module):
 class VideoExpert(Expert):
     """Video diffusion transformer over latent frames (Wan 2.2 TI2V layout)."""
 
-    rope_cos: Tensor
-    rope_sin: Tensor
-
     def __init__(self, config: FastWAMConfig) -> None:
         super().__init__(config.video)
         hidden, channels = config.video.hidden_dim, config.latent_channels
@@ -40,15 +42,12 @@ class VideoExpert(Expert):
         self.head = VideoHead(hidden, channels * PATCH[1] * PATCH[2], config.video.eps)
         positions = torch.cartesian_prod(*(torch.arange(n) for n in (config.latent_frames, *self.grid)))
         third = config.video.head_dim // 3
-        table = rope_table(positions, [config.video.head_dim - 2 * third, third, third])
-        self.register_buffer("rope_cos", table.cos, persistent=False)
-        self.register_buffer("rope_sin", table.sin, persistent=False)
+        self.rope_table = RopeTable(positions, [config.video.head_dim - 2 * third, third, third])
 
     def rope(self, first: int, count: int) -> Rope:
         """Rotation tables of ``count`` latent frames from frame ``first`` on."""
         tokens = self.grid[0] * self.grid[1]
-        span = slice(first * tokens, (first + count) * tokens)
-        return Rope(self.rope_cos[span], self.rope_sin[span])
+        return self.rope_table(first * tokens, count * tokens)
 
     def patchify(self, latents: Tensor) -> Tensor:
         """Tokens [B,F*h*w,hidden] of latents [B,C,F,H,W], ordered frame, row, column."""
@@ -64,23 +63,18 @@ class VideoExpert(Expert):
 class ActionExpert(Expert):
     """Action diffusion transformer over the actions of a chunk."""
 
-    rope_cos: Tensor
-    rope_sin: Tensor
-
     def __init__(self, config: FastWAMConfig) -> None:
         super().__init__(config.action)
         hidden = config.action.hidden_dim
         self.action_encoder = nn.Linear(config.action_dim, hidden)
         self.head = nn.Linear(hidden, config.action_dim)
-        table = rope_table(torch.arange(config.chunk)[:, None], [config.action.head_dim])
-        self.register_buffer("rope_cos", table.cos, persistent=False)
-        self.register_buffer("rope_sin", table.sin, persistent=False)
+        self.rope_table = RopeTable(torch.arange(config.chunk)[:, None], [config.action.head_dim])
 
     def velocity(self, actions: Tensor, time: Tensor, text: list[KeyValue], video: list[KeyValue]) -> Tensor:
         """Action velocity [B,T,A] at noisy ``actions`` [B,T,A] and times [B], given the caches of text and video."""
         _, six = self.embed_time(time)
         x = self.action_encoder(actions.to(self.head.weight.dtype))
-        x, _ = self.run(x, six, Rope(self.rope_cos, self.rope_sin), text, video)
+        x, _ = self.run(x, six, self.rope_table(0, actions.shape[1]), text, video)
         return self.head(x)
 
 
