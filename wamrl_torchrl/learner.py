@@ -136,8 +136,7 @@ def parity_gap(policy: FlowPolicy, rollout: TensorDictBase, *, rows: int = 64) -
     versions = rollout.get(schema.POLICY_VERSION).unique().tolist()
     if versions != policy.version.tolist():
         raise RuntimeError(f"the rollout holds policy versions {versions}, the learner has {policy.version.tolist()}")
-    keys = (schema.IMAGE, schema.PROPRIO, schema.TASK_ID, schema.CHAIN, schema.K_STAR, schema.LOG_PROB)
-    part = rollout[:rows].select(*keys).to(policy.device)
+    part = rollout[:rows].select(*policy.replay_keys, schema.LOG_PROB).to(policy.device)
     rows_now = policy.log_prob_rows(part)
     return float((rows_now[..., : policy.executed_rows].sum(-1) - part.get(schema.LOG_PROB)).abs().max())
 

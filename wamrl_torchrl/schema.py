@@ -38,6 +38,7 @@ LOG_PROB = "action_log_prob"
 LOG_PROB_ROWS = "log_prob_rows"
 NOISE_SEED = "noise_seed"
 POLICY_VERSION = "policy_version"
+VIDEO_LATENTS = "video_latents"  # idm mode only: the imagined future that the actions saw
 
 # Written by the environment as the outcome of a step; the record keeps them under "next".
 FUTURE_FRAMES = "future_frames"
@@ -66,7 +67,7 @@ PLAIN_INIT_STATES = 50
 OUTCOME_KEYS = (FUTURE_FRAMES, FUTURE_MASK, EXECUTED_MASK, SIM_STATES, SUCCESS)
 
 #: ``key: (dtype, event shape)``; a letter stands for a size that the configuration fixes: ``H,W`` picture, ``K`` points
-#: of a chain, ``S`` stochastic steps, ``F`` frame offsets, ``N`` simulator states of width ``D``.
+#: of a chain, ``S`` stochastic steps, ``F`` frame offsets, ``N`` simulator states of width ``D``, ``C,L,h,w`` latents.
 MACRO_STEP: dict[NestedKey, tuple[torch.dtype, tuple[int | str, ...]]] = {
     IMAGE: (torch.uint8, (3, "H", "W")),
     STATE: (torch.float32, (STATE_DIM,)),
@@ -77,6 +78,7 @@ MACRO_STEP: dict[NestedKey, tuple[torch.dtype, tuple[int | str, ...]]] = {
     K_STAR: (torch.int64, ("S",)),
     LOG_PROB: (torch.float32, ("S",)),
     LOG_PROB_ROWS: (torch.float32, ("S", CHUNK)),
+    VIDEO_LATENTS: (torch.bfloat16, ("C", "L", "h", "w")),
     ("next", FUTURE_FRAMES): (torch.uint8, ("F", 3, "H", "W")),
     ("next", FUTURE_MASK): (torch.bool, ("F",)),
     ("next", EXECUTED_MASK): (torch.bool, (CHUNK,)),

@@ -203,6 +203,7 @@ def sample_chain(
     std_floor: float = 0.0,
     weights: Tensor | None = None,
     noise: ChainNoise | None = None,
+    condition: Any = None,
 ) -> ChainSample:
     """Sample action chunks and keep their whole chains.
 
@@ -219,6 +220,7 @@ def sample_chain(
         std_floor: see :func:`sde_coefficients`.
         weights: see :func:`step_weights`.
         noise: noise to use instead of drawing it.
+        condition: what ``model.condition(state)`` would give, if it is there already.
 
     Returns:
         chains, stochastic steps and log-probs.
@@ -238,7 +240,8 @@ def sample_chain(
     k_star = choose_steps(noise.choice, count, weights.to(noise.choice.device))
     coefficients = sde_coefficients(schedule, a, std_floor=std_floor) if count else None
 
-    condition = model.condition(state)
+    if condition is None:
+        condition = model.condition(state)
     x = noise.start
     chain = [x]
     log_prob_rows = x.new_zeros(batch, count, x.shape[1])

@@ -108,9 +108,8 @@ class FlowPPOLoss(CriticFreeLoss):
 
     def _in_keys(self) -> list[NestedKey]:
         keys = self.tensor_keys
-        state = [schema.IMAGE, schema.PROPRIO, schema.TASK_ID, schema.CHAIN, schema.K_STAR]
         mask = [keys.executed_mask] if self.rows == "executed" else []
-        return [*state, keys.advantage, keys.log_prob_rows, *mask]
+        return [*self.actor_network.replay_keys, keys.advantage, keys.log_prob_rows, *mask]
 
     def _row_mask(self, tensordict: TensorDictBase, batch: int) -> Tensor:
         """Bool [B,T]: actions that enter the ratio."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from wamrl_torchrl import schema
 
+ACTION_MODES = ("first_frame", "idm")
+
 
 @dataclass(frozen=True)
 class ExpertConfig:
@@ -37,8 +39,10 @@ class ExpertConfig:
 class FastWAMConfig:
     """A FastWAM model: two experts, the picture they see and the schedules they were trained with.
 
-    The two shifts belong to the weights: a wrong ``action_shift`` samples the same network on another time grid and
-    costs success silently (released optional-IDM weights 1.0, older uncond weights 5.0).
+    The shifts and action modes belong to the weights: a wrong ``action_shift`` samples the same network on another time
+    grid and costs success silently (released optional-IDM weights 1.0, older uncond weights 5.0), and actions that
+    never saw a whole video in training cannot use one. ``action_modes`` says what the actions were trained to see:
+    ``"first_frame"``, or all frames of the video in ``"idm"`` (inverse dynamics).
     """
 
     video: ExpertConfig
@@ -52,6 +56,7 @@ class FastWAMConfig:
     video_frames: int = schema.VIDEO_FRAMES
     action_shift: float = 1.0
     video_shift: float = 5.0
+    action_modes: tuple[str, ...] = ("first_frame",)
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_heads", "head_dim", "text_dim"):
@@ -60,6 +65,10 @@ class FastWAMConfig:
                 raise ValueError(f"the experts must share {name}, got video {video} and action {action}")
         if any(size % 32 for size in self.image_size):
             raise ValueError(f"image_size must be multiples of 32 (codec 16 x patch 2), got {self.image_size}")
+        if not self.action_modes or set(self.action_modes) - set(ACTION_MODES):
+            raise ValueError(f"action_modes must be some of {ACTION_MODES}, got {self.action_modes}")
+        if not (self.action_shift > 0 and self.video_shift > 0):
+            raise ValueError(f"shifts must be positive, got action {self.action_shift} and video {self.video_shift}")
         if self.video_frames % 4 != 1:
             raise ValueError(f"video_frames must be 1 + 4n, got {self.video_frames}")
 

@@ -19,6 +19,7 @@ from wamrl_torchrl.modules.fastwam.schedule import TIME_SCALE, build_schedule, s
 
 if TYPE_CHECKING:
     from wamrl_torchrl.modules.lora import VideoLoRA
+    from wamrl_torchrl.modules.trainable import ActorTraining
 
 
 class Condition(NamedTuple):
@@ -26,6 +27,15 @@ class Condition(NamedTuple):
 
     video: list[KeyValue]  # per layer, keys and values of the video tokens
     text: list[KeyValue]  # per layer, cross-attention keys and values of the action expert
+
+
+class _Prefill(NamedTuple):
+    """What imagining and acting on a state share."""
+
+    context: Tensor  # [B,L+1,text_dim]
+    text: list[KeyValue]  # per layer, cross-attention keys and values of the video expert
+    first: Tensor  # [B,C,1,h,w]
+    cache: list[KeyValue]  # per layer, keys and values of the first frame
 
 
 class FlowNoise(NamedTuple):
@@ -45,6 +55,35 @@ def draw_flow_noise(data: Tensor, shift: float, generator: torch.Generator | Non
     u = torch.rand(len(data), generator=generator, device=data.device)
     noise = torch.randn(data.shape, generator=generator, device=data.device)
     return FlowNoise(shift_sigma(u, shift), noise)
+
+
+class TeacherForcing(NamedTuple):
+    """Examples whose actions see the real future (inverse dynamics) and what they see of it."""
+
+    rows: Tensor  # int64 [R], rows of the batch
+    future: Tensor  # [R,C,F,h,w], their future latents, noisy where sigma > 0
+    sigma: Tensor  # fp32 [R]
+
+
+def force_future(
+    rows: Tensor, future: Tensor, shift: float, *, noise_prob: float = 0.0, generator: torch.Generator | None = None
+) -> TeacherForcing:
+    """Let the actions of ``rows`` [R] see their clean ``future`` [R,C,F,h,w], noised with probability ``noise_prob``.
+
+    Noise on what is teacher-forced narrows the gap to imagined video (0.5 in the plain IDM recipe of FastWAM, 0 in the
+    optional-IDM one); the time is drawn as in training with the video's ``shift``.
+    """
+    sigma = torch.zeros(len(rows), device=future.device)
+    if noise_prob:
+        flow = draw_flow_noise(future, shift, generator)
+        noised = torch.rand(len(rows), generator=generator, device=future.device) < noise_prob
+        sigma = torch.where(noised, flow.sigma, sigma)
+        future = FlowNoise(sigma, flow.noise).mix(future)[0]
+    return TeacherForcing(rows, future, sigma)
+
+
+def _take(cache: list[KeyValue], rows: Tensor) -> list[KeyValue]:
+    return [KeyValue(key[rows], value[rows]) for key, value in cache]
 
 
 def _masked_mean(values: Tensor, is_pad: Tensor | None) -> Tensor:
@@ -76,6 +115,7 @@ class FastWAM(nn.Module):
         self.codec = codec
         self.contexts = contexts
         self.lora: VideoLoRA | None = None  # set by add_video_lora
+        self.actor_training: ActorTraining | None = None  # set by set_actor_training
 
     @property
     def chunk_shape(self) -> tuple[int, int]:
@@ -101,26 +141,69 @@ class FastWAM(nn.Module):
         """First-frame latents [B,C,1,h,w] of the state's picture."""
         return self.codec.encode(state.get(schema.IMAGE).unsqueeze(2)).to(self.dtype)
 
+    @torch.no_grad()
+    def _prefill(self, state: TensorDictBase) -> _Prefill:
+        context, first = self.context(state), self.encode_image(state)
+        text = self.mot.video.text_cache(context)
+        return _Prefill(context, text, first, self.mot.first_frame_cache(first, text))
+
     # ---- acting -------------------------------------------------------------------------------------------------
-    def condition(self, state: TensorDictBase) -> Condition:
-        """Prepare the caches for acting on ``state`` in first-frame mode.
+    def condition(self, state: TensorDictBase, *, future: Tensor | None = None) -> Condition:
+        """Prepare the caches for acting on ``state``.
 
         Gradients reach the action expert's text path. The video expert is a fixed feature extractor here: its caches
         are computed without gradient, as flow-PPO trains the action expert only.
+
+        Keyword Args:
+            future: future latents [B,C,F,h,w] that the actions see (inverse dynamics); they see the first frame alone
+                if None.
         """
-        with torch.no_grad():
-            context = self.context(state)
-            text = self.mot.video.text_cache(context)
-            video = self.mot.first_frame_cache(self.encode_image(state), text)
-        return Condition(video, self.mot.action.text_cache(context))
+        prefill = self._prefill(state)
+        return self._condition(prefill, future)
+
+    def _condition(self, prefill: _Prefill, future: Tensor | None) -> Condition:
+        video = prefill.cache
+        if future is not None:
+            with torch.no_grad():
+                video = self.mot.full_video_cache(future.to(self.dtype), prefill.text, video)
+        return Condition(video, self.mot.action.text_cache(prefill.context))
+
+    def imagine_condition(
+        self, state: TensorDictBase, noise: Tensor, *, num_steps: int, shift: float | None = None
+    ) -> tuple[Condition, Tensor]:
+        """Imagine the future and prepare the caches for acting on it.
+
+        Args:
+            state: batch of states.
+            noise: see :meth:`imagine`.
+
+        Keyword Args:
+            num_steps: see :meth:`imagine`.
+            shift: see :meth:`imagine`.
+
+        Returns:
+            what :meth:`condition` gives for this future, and the future latents bfloat16 [B,C,F,h,w]: they are rounded
+            before they are used, so that a record of them gives the same condition again.
+        """
+        prefill = self._prefill(state)
+        future = self._denoise(prefill.text, prefill.cache, noise, num_steps, shift).bfloat16()
+        return self._condition(prefill, future), future
 
     def action_velocity(self, actions: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
         """Velocity fp32 [B,T,A] at noisy normalised ``actions`` [B,T,A] and ``sigma`` [B]."""
         return self.mot.action.velocity(actions, TIME_SCALE * sigma, condition.text, condition.video).float()
 
     # ---- imagining ----------------------------------------------------------------------------------------------
+    @property
+    def future_shape(self) -> tuple[int, int, int, int]:
+        """Shape (channels, frames, height, width) of the future latents of one state."""
+        config = self.config
+        return config.latent_channels, config.latent_frames - 1, *config.latent_size
+
     @torch.no_grad()
-    def imagine(self, state: TensorDictBase, noise: Tensor, *, num_steps: int = 10) -> Tensor:
+    def imagine(
+        self, state: TensorDictBase, noise: Tensor, *, num_steps: int = 10, shift: float | None = None
+    ) -> Tensor:
         """Denoise the future of ``state`` by Euler steps of the video expert.
 
         Args:
@@ -128,25 +211,33 @@ class FastWAM(nn.Module):
             noise: Gaussian noise fp32 [B,C,F,h,w] for the F future latent frames.
 
         Keyword Args:
-            num_steps: steps on the schedule with the model's ``video_shift``.
+            num_steps: steps of the schedule.
+            shift: shift of the schedule; the ``video_shift`` of the training if None.
 
         Returns:
             latents fp32 [B,C,1+F,h,w] whose frame 0 is the clean picture.
         """
-        first = self.encode_image(state)
-        return self.imagine_latents(first, self.context(state), noise, num_steps=num_steps)
+        prefill = self._prefill(state)
+        future = self._denoise(prefill.text, prefill.cache, noise, num_steps, shift)
+        return torch.cat((prefill.first.float(), future), 2)
 
-    def imagine_latents(self, first: Tensor, context: Tensor, noise: Tensor, *, num_steps: int) -> Tensor:
-        """As :meth:`imagine`, from first-frame latents [B,C,1,h,w] and a context."""
-        text = self.mot.video.text_cache(context)
+    @torch.no_grad()
+    def _denoise(
+        self,
+        text: list[KeyValue],
+        first_cache: list[KeyValue],
+        noise: Tensor,
+        num_steps: int,
+        shift: float | None,
+    ) -> Tensor:
         # Frame 0 stays clean and sees only itself, so its cache serves every step exactly.
-        first_cache = self.mot.first_frame_cache(first, text)
-        schedule = build_schedule(num_steps, self.config.video_shift, device=noise.device)
+        shift = self.config.video_shift if shift is None else shift
+        schedule = build_schedule(num_steps, shift, device=noise.device)
         x = noise
         for time, delta in zip(schedule.timesteps, schedule.deltas, strict=True):
             velocity = self.mot.video_velocity(x.to(self.dtype), time.expand(len(x)), text, first_cache)
             x = x + delta * velocity.float()
-        return torch.cat((first.float(), x), 2)
+        return x
 
     def decode_frames(self, latents: Tensor, steps: tuple[int, ...]) -> Tensor:
         """Pictures fp32 [B,len(steps),3,H,W] in [-1,1] at action ``steps`` (multiples of 4), from ``latents``.
@@ -208,8 +299,41 @@ class FastWAM(nn.Module):
         error = (self.action_velocity(noisy, flow.sigma, condition) - target).square().mean(-1)
         return _masked_mean(error, action_is_pad) * training_weight(flow.sigma, self.config.action_shift)
 
+    def _forced_action_loss(
+        self,
+        actions: Tensor,
+        context: Tensor,
+        text: list[KeyValue],
+        cache: list[KeyValue],
+        flow: FlowNoise,
+        action_is_pad: Tensor | None,
+        forced: TeacherForcing | None,
+    ) -> Tensor:
+        """Loss [B] with some rows on their whole video: two passes, as they attend to different lengths."""
+        if forced is None or not len(forced.rows):
+            return self._action_loss(actions, context, cache, flow, action_is_pad)
+        others = torch.ones(len(actions), dtype=torch.bool).index_fill_(0, forced.rows.cpu(), 0).nonzero().flatten()
+        time = TIME_SCALE * forced.sigma
+        video = self.mot.full_video_cache(
+            forced.future.to(self.dtype), _take(text, forced.rows), _take(cache, forced.rows), time
+        )
+        losses = []
+        for rows, seen in ((forced.rows, video), (others, _take(cache, others))):
+            if len(rows):
+                part = FlowNoise(flow.sigma[rows], flow.noise[rows])
+                pad = None if action_is_pad is None else action_is_pad[rows]
+                losses.append(self._action_loss(actions[rows], context[rows], seen, part, pad))
+        return torch.cat(losses)[torch.cat((forced.rows.cpu(), others)).argsort()]
+
     def action_loss(
-        self, first: Tensor, context: Tensor, actions: Tensor, flow: FlowNoise, *, action_is_pad: Tensor | None = None
+        self,
+        first: Tensor,
+        context: Tensor,
+        actions: Tensor,
+        flow: FlowNoise,
+        *,
+        action_is_pad: Tensor | None = None,
+        forced: TeacherForcing | None = None,
     ) -> Tensor:
         """Flow-matching loss [B] of the action chunk on first-frame latents [B,C,1,h,w]; trains both experts.
 
@@ -221,9 +345,11 @@ class FastWAM(nn.Module):
 
         Keyword Args:
             action_is_pad: bool [B,T].
+            forced: rows that see their future too (teacher-forced inverse dynamics).
         """
         text = self.mot.video.text_cache(context)
-        return self._action_loss(actions, context, self.mot.first_frame_cache(first, text), flow, action_is_pad)
+        cache = self.mot.first_frame_cache(first, text)
+        return self._forced_action_loss(actions, context, text, cache, flow, action_is_pad, forced)
 
     def training_loss(
         self,
@@ -235,7 +361,7 @@ class FastWAM(nn.Module):
         action_flow: FlowNoise,
         image_is_pad: Tensor | None = None,
         action_is_pad: Tensor | None = None,
-        sees_full_video: bool = False,
+        forced: TeacherForcing | None = None,
         lambda_video: float = 1.0,
         lambda_action: float = 1.0,
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -251,8 +377,8 @@ class FastWAM(nn.Module):
             action_flow: time and noise of the actions.
             image_is_pad: bool [B,1+4(F-1)].
             action_is_pad: bool [B,T].
-            sees_full_video: condition the actions on the whole clean video (teacher-forced inverse dynamics) instead
-                of on its first frame.
+            forced: rows whose actions see their whole video (teacher-forced inverse dynamics); the others see the first
+                frame. See :func:`force_future`.
             lambda_video: weight of the video loss.
             lambda_action: weight of the action loss.
 
@@ -262,8 +388,6 @@ class FastWAM(nn.Module):
         text = self.mot.video.text_cache(context)
         cache = self.mot.first_frame_cache(latents[:, :, :1], text)
         loss_video = self._video_loss(latents, text, cache, video_flow, image_is_pad).mean()
-        if sees_full_video:
-            cache = self.mot.full_video_cache(latents[:, :, 1:], text, cache)
-        loss_action = self._action_loss(actions, context, cache, action_flow, action_is_pad).mean()
+        loss_action = self._forced_action_loss(actions, context, text, cache, action_flow, action_is_pad, forced).mean()
         loss = lambda_video * loss_video + lambda_action * loss_action
         return loss, {"loss_video": loss_video, "loss_action": loss_action}

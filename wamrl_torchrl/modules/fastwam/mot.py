@@ -116,10 +116,17 @@ class MixtureOfTransformers(nn.Module):
         x, _ = video.run(x, six, video.rope(1, future.shape[2]), text, first_cache)
         return video.unpatchify(video.head(x, embedding))
 
-    def full_video_cache(self, future: Tensor, text: list[KeyValue], first_cache: list[KeyValue]) -> list[KeyValue]:
-        """Keys and values of all frames at time 0, the first from its cache (inverse-dynamics mode)."""
+    def full_video_cache(
+        self, future: Tensor, text: list[KeyValue], first_cache: list[KeyValue], time: Tensor | None = None
+    ) -> list[KeyValue]:
+        """Keys and values of all frames for inverse dynamics, the first frame's from its cache.
+
+        The future latent frames ``future`` [B,C,F,H,W] are read at time 0, or at times [B] if they are noisy.
+        """
         video = self.video
-        _, six = video.embed_time(future.new_zeros(len(future), dtype=torch.float32))
+        if time is None:
+            time = future.new_zeros(len(future), dtype=torch.float32)
+        _, six = video.embed_time(time)
         _, cache = video.run(
             video.patchify(future), six, video.rope(1, future.shape[2]), text, first_cache, only_cache=True
         )

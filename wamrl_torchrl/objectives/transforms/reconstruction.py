@@ -40,6 +40,7 @@ class ReconstructionReward(Transform):
 
     Keyword Args:
         num_steps: denoising steps of an imagination.
+        shift: shift of their schedule; the model's ``video_shift`` if None.
         imagination: ``"frozen"`` imagines with the adapters off, a stationary target; ``"live"`` with them on.
         frame_offsets: action offsets of the frames in ``("next","future_frames")``.
         batch_size: decisions imagined at once.
@@ -54,6 +55,7 @@ class ReconstructionReward(Transform):
         model: FastWAM,
         *,
         num_steps: int = 10,
+        shift: float | None = None,
         imagination: Literal["frozen", "live"] = "frozen",
         frame_offsets: tuple[int, ...] = schema.FRAME_OFFSETS,
         batch_size: int = 32,
@@ -67,6 +69,7 @@ class ReconstructionReward(Transform):
         # Kept out of the module tree: the model is no part of this transform's state.
         self._model = (model,)
         self.num_steps = num_steps
+        self.shift = shift
         self.imagination = imagination
         self.frame_offsets = tuple(frame_offsets)
         self.batch_size = batch_size
@@ -122,14 +125,12 @@ class ReconstructionReward(Transform):
 
     def imagine(self, part: TensorDictBase) -> Tensor:
         """Imagined latents fp32 [B,C,1+F,h,w] of the decisions in ``part``."""
-        config = self.model.config
         seeds = mix_seeds(self.seed, part.get(schema.GROUP_ID), part.get(schema.CHUNK_INDEX)).squeeze(-1)
-        shape = (config.latent_channels, config.latent_frames - 1, *config.latent_size)
-        noise = seeded_normal(seeds, shape)
+        noise = seeded_normal(seeds, self.model.future_shape)
         if self.imagination == "live":
-            return self.model.imagine(part, noise, num_steps=self.num_steps)
+            return self.model.imagine(part, noise, num_steps=self.num_steps, shift=self.shift)
         with adapters_disabled(self.model.mot.video):
-            return self.model.imagine(part, noise, num_steps=self.num_steps)
+            return self.model.imagine(part, noise, num_steps=self.num_steps, shift=self.shift)
 
     @property
     def std(self) -> float:
