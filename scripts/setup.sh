@@ -47,5 +47,5 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
         }
     fi
 fi
-say "Installing wamrl_torchrl with LIBERO"
-pip install -q -e '.[libero,dev]'
+say "Installing wamrl_torchrl with LIBERO and the Wan parts"
+pip install -q -e '.[libero,wan,dev]'

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from wamrl_torchrl.envs.libero import LiberoEnv
 from wamrl_torchrl.envs.libero_suites import instructions as libero_instructions
 from wamrl_torchrl.envs.tabletop import TABLETOP_INSTRUCTIONS, TableTopEnv
 from wamrl_torchrl.modules.fastwam.codec import TinyCodec
-from wamrl_torchrl.modules.fastwam.config import FastWAMConfig, preset
+from wamrl_torchrl.modules.fastwam.config import ACTION_MODES, FastWAMConfig, preset
 from wamrl_torchrl.modules.fastwam.context import ContextBank
 from wamrl_torchrl.modules.fastwam.model import FastWAM
-from wamrl_torchrl.modules.policy import FlowPolicy
+from wamrl_torchrl.modules.policy import FlowPolicy, IDMConfig
 
 
 def choose_device(name: str) -> torch.device:
@@ -112,36 +112,67 @@ class EnvFactory:
 def make_model(config: RunConfig) -> FastWAM:
     """Build a model with random weights for the run's world."""
     height, width = config.env.image_size
-    model_config = preset(config.model.preset, image_size=(height, width))
-    return FastWAM(model_config, TinyCodec(), make_contexts(config.env, model_config))
+    share = config.pretrain.action_idm_prob
+    modes = ("first_frame",) if share == 0 else ("idm",) if share == 1 else ACTION_MODES
+    model_config = replace(preset(config.model.preset, image_size=(height, width)), action_modes=modes)
+    return FastWAM(model_config, TinyCodec(), make_contexts(config, model_config))
 
 
-def make_contexts(config: EnvConfig, model_config: FastWAMConfig) -> ContextBank:
-    """Text contexts of the world's tasks."""
+def make_contexts(config: RunConfig, model_config: FastWAMConfig) -> ContextBank:
+    """Text contexts of the world's tasks, from the context cache if there is one.
+
+    Raises:
+        ValueError: the cache was made for a model of another size.
+    """
+    instructions = task_instructions(config.env)
     length, text_dim = model_config.context_length, model_config.video.text_dim
-    return ContextBank.hashed(task_instructions(config), length=length, text_dim=text_dim)
+    if config.model.contexts is None:
+        return ContextBank.hashed(instructions, length=length, text_dim=text_dim)
+    bank = ContextBank.from_cache(config.model.contexts, instructions)
+    if tuple(bank.contexts.shape[1:]) != (length, text_dim):
+        raise ValueError(
+            f"model.contexts={config.model.contexts} holds contexts of {tuple(bank.contexts.shape[1:])}, the model "
+            f"reads {(length, text_dim)}"
+        )
+    return bank
 
 
 def make_policy(config: RunConfig, model: FastWAM, stats: DatasetStats) -> FlowPolicy:
     """Wrap a model as the run's policy."""
-    return FlowPolicy(model, stats, sde=config.sde, executed_rows=config.env.replan_steps, seed=config.seed)
+    return FlowPolicy(
+        model,
+        stats,
+        sde=config.sde,
+        executed_rows=config.env.replan_steps,
+        seed=config.seed,
+        idm=_idm(config),
+    )
+
+
+def _idm(config: RunConfig) -> IDMConfig | None:
+    return config.model.idm if config.model.action_mode == "idm" else None
 
 
 def fit_policy(policy: FlowPolicy, config: RunConfig) -> FlowPolicy:
     """Give a loaded policy the run's sampling options, in place, after checking that it belongs to the run's world.
 
     Raises:
-        ValueError: it was made for pictures of another size or for other instructions.
+        ValueError: it was made for pictures of another size, for other instructions, or without the run's action mode.
     """
-    found, wanted = tuple(policy.model.config.image_size), tuple(config.env.image_size)
+    model = policy.model
+    found, wanted = tuple(model.config.image_size), tuple(config.env.image_size)
     if found != wanted:
         raise ValueError(f"the policy was made for pictures of {found}, env.image_size is {wanted}")
-    contexts = make_contexts(config.env, policy.model.config).contexts
-    own = policy.model.contexts.contexts.cpu()
-    if own.shape != contexts.shape or not torch.equal(own, contexts):
+    if config.model.contexts is not None:
+        model.contexts = make_contexts(config, model.config).to(policy.device)
+    elif model.contexts.instructions != task_instructions(config.env):
         world = config.env.suite if config.env.name == "libero" else config.env.name
-        raise ValueError(f"the policy was made for other instructions than {world} has: check env and model.policy")
+        raise ValueError(
+            f"the policy was made for other instructions than {world} has: check env and model.policy, or give the "
+            "contexts of this world with model.contexts (see wamrl-context build)"
+        )
     policy.sde = config.sde
     policy.seed = config.seed
     policy.executed_rows = config.env.replan_steps
+    policy.set_idm(_idm(config))
     return policy.eval()

@@ -8,7 +8,10 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from wamrl_torchrl.modules.policy import FlowSDEConfig
+from wamrl_torchrl.modules.fastwam.config import ACTION_MODES
+from wamrl_torchrl.modules.lora import VideoLoRA
+from wamrl_torchrl.modules.policy import FlowSDEConfig, IDMConfig
+from wamrl_torchrl.modules.trainable import ActorTraining
 from wamrl_torchrl.schema import PLAIN_INIT_STATES
 
 # Hydra composes the files of CONFIG_DIR onto these types, so it refuses unknown keys and wrong types by name.
@@ -37,7 +40,11 @@ class ModelConfig:
 
     preset: str = "tiny"
     policy: str | None = None  # directory of a saved policy to start from; demonstrations and pre-training if null
-    lora_rank: int = 8
+    contexts: str | None = None  # context cache (wamrl-context build); hashed words if null, or the policy's own
+    action_mode: str = "first_frame"  # or idm: imagine the video first, then act on it
+    idm: IDMConfig = field(default_factory=IDMConfig)
+    lora: VideoLoRA = field(default_factory=lambda: VideoLoRA(rank=8))  # adapters of the video expert
+    actor: ActorTraining = field(default_factory=ActorTraining)  # what is trained of the action expert
 
 
 @dataclass
@@ -61,6 +68,8 @@ class PretrainConfig:
     warmup: int = 50
     ema: float = 0.995
     grad_clip: float = 1.0
+    action_idm_prob: float = 0.0  # share of action examples that see the real video; above 0 the policy knows idm mode
+    video_cond_noise_prob: float = 0.0  # share of those videos that are noised
 
 
 @dataclass
@@ -95,6 +104,7 @@ class AlgoConfig:
     grad_clip: float = 1.0
     # reconstruction reward
     imagination_steps: int = 5
+    imagination_shift: float | None = None  # shift of their schedule; the model's own if null
     imagination: str = "frozen"
     # video expert
     video_every: int = 1  # iterations between video updates
@@ -174,6 +184,7 @@ def _check(config: RunConfig) -> None:
     choices = {
         "env.name": (env.name, ("libero", "tabletop")),
         "algo.mode": (algo.mode, ("actor_only", "video_only", "alternate")),
+        "model.action_mode": (config.model.action_mode, ACTION_MODES),
         "algo.imagination": (algo.imagination, ("frozen", "live")),
         "collector.topology": (config.collector.topology, ("direct", "multi_async")),
     }
@@ -203,7 +214,6 @@ def _check(config: RunConfig) -> None:
         "algo.video_steps": algo.video_steps,
         "algo.video_batch_size": algo.video_batch_size,
         "algo.imagination_steps": algo.imagination_steps,
-        "model.lora_rank": config.model.lora_rank,
         "evaluation.repeats": config.evaluation.repeats,
         "evaluation.episodes": 1 if config.evaluation.episodes is None else config.evaluation.episodes,
         "logger.checkpoints": config.logger.checkpoints,
@@ -227,7 +237,12 @@ def _check(config: RunConfig) -> None:
         raise ValueError(f"env.replan_steps must lie in 4..32 (the chunk), got {env.replan_steps}")
     if len(algo.clip_epsilon) != 2:
         raise ValueError(f"algo.clip_epsilon must be [lower, upper], got {list(algo.clip_epsilon)}")
-    shares = {"algo.demo_fraction": algo.demo_fraction, "algo.curriculum.fraction": algo.curriculum.fraction}
+    shares = {
+        "algo.demo_fraction": algo.demo_fraction,
+        "algo.curriculum.fraction": algo.curriculum.fraction,
+        "pretrain.action_idm_prob": config.pretrain.action_idm_prob,
+        "pretrain.video_cond_noise_prob": config.pretrain.video_cond_noise_prob,
+    }
     for name, share in shares.items():
         if not 0 <= share <= 1:
             raise ValueError(f"{name} must lie in 0..1, got {share}")

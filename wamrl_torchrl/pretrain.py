@@ -37,14 +37,20 @@ def pretrain(config: RunConfig, demos: EpisodeStore, console: Console) -> FlowPo
     options, device = config.pretrain, choose_device(config.device)
     torch.manual_seed(config.seed)
     policy = make_policy(config, make_model(config), DatasetStats.from_episodes(demos)).to(device)
-    action_loss, video_loss = ActionSFTLoss(policy.model, policy.stats), VideoSFTLoss(policy.model)
+    video_loss = VideoSFTLoss(policy.model)
+    action_loss = ActionSFTLoss(
+        policy.model,
+        policy.stats,
+        action_idm_prob=options.action_idm_prob,
+        video_cond_noise_prob=options.video_cond_noise_prob,
+    )
     parameters = list(policy.model.parameters())
     optimizer = torch.optim.AdamW(
         parameters, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay, fused=True
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, options))
     average = AveragedModel(policy, multi_avg_fn=get_ema_multi_avg_fn(options.ema))
-    action_windows = iterate_windows(demos, options.batch_size, policy, video=False)
+    action_windows = iterate_windows(demos, options.batch_size, policy, video=options.action_idm_prob > 0)
     video_windows = iterate_windows(demos, options.video_batch_size, policy)
 
     seen_action, seen_video = 0.0, 0.0

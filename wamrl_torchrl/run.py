@@ -7,6 +7,7 @@ import json
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -27,19 +28,28 @@ from wamrl_torchrl.demos import MAX_ENV_SEED, make_demonstrations
 from wamrl_torchrl.envs.episodes import EpisodePlan
 from wamrl_torchrl.learner import ActorUpdate, ParameterWatch, VideoUpdate
 from wamrl_torchrl.modules.checkpoint import CONFIG_FILE, load_policy, save_policy
-from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora
+from wamrl_torchrl.modules.fastwam.weights import check_tensors
+from wamrl_torchrl.modules.lora import add_video_lora
 from wamrl_torchrl.modules.policy import FlowPolicy
+from wamrl_torchrl.modules.trainable import set_actor_training
 from wamrl_torchrl.objectives.transforms import GroupAdvantage, ReconstructionReward
 from wamrl_torchrl.pretrain import pretrain
 from wamrl_torchrl.report import metric_table
 
 
-def prepare_start(config: RunConfig, console: Console) -> EpisodeStore | None:
-    """Provide the policy a run starts from, in ``<directory>/start``, and the demonstrations it was made from.
+class Start(NamedTuple):
+    """What a run starts from."""
 
-    With ``model.policy`` that policy is taken and there are no demonstrations. Otherwise a few scripted demonstrations
-    are made and a fresh model is pre-trained on them, since a random policy never succeeds; what an earlier run left in
-    the directory is used again.
+    policy: Path  # directory of a saved policy
+    demos: EpisodeStore | None  # the demonstrations it was made from, if they are there
+
+
+def prepare_start(config: RunConfig, console: Console) -> Start:
+    """Provide the policy a run starts from and the demonstrations it was made from.
+
+    With ``model.policy`` that policy is taken, where it is, and there are no demonstrations. Otherwise a few scripted
+    demonstrations are made and a fresh model is pre-trained on them, into ``<directory>/start``, since a random policy
+    never succeeds; what an earlier run left in the directory is used again.
 
     Raises:
         FileExistsError: the directory holds a run and ``resume`` is not set.
@@ -55,9 +65,7 @@ def prepare_start(config: RunConfig, console: Console) -> EpisodeStore | None:
     if config.model.policy is not None:
         if config.algo.curriculum.fraction:
             raise ValueError("algo.curriculum.fraction > 0 needs demonstrations, but model.policy was given")
-        if not (start / CONFIG_FILE).exists():
-            save_policy(load_policy(config.model.policy), start)
-        return None
+        return Start(Path(config.model.policy), None)
     if (directory / "demos").exists():
         demos = EpisodeStore.load(directory / "demos")
         console.print(f"{len(demos)} demonstrations from {directory / 'demos'}")
@@ -72,7 +80,7 @@ def prepare_start(config: RunConfig, console: Console) -> EpisodeStore | None:
     if not (start / CONFIG_FILE).exists():
         console.print("Pre-training a fresh model on the demonstrations.")
         save_policy(pretrain(config, demos, console), start)
-    return demos
+    return Start(start, demos)
 
 
 def check_recipe(config: RunConfig, directory: Path) -> None:
@@ -152,7 +160,8 @@ class Run:
 
         self.policy = fit_policy(policy, config)
         torch.manual_seed(config.seed)
-        add_video_lora(policy.model, VideoLoRA(rank=config.model.lora_rank))
+        add_video_lora(policy.model, config.model.lora)
+        set_actor_training(policy.model, config.model.actor)
         policy.to(policy.device)
         self.actor_update = ActorUpdate(policy, config.algo)
         self.video_update = VideoUpdate(policy, config.algo)
@@ -160,6 +169,7 @@ class Run:
         self.reconstruction = ReconstructionReward(
             policy.model,
             num_steps=config.algo.imagination_steps,
+            shift=config.algo.imagination_shift,
             imagination=config.algo.imagination,  # type: ignore[arg-type]
             frame_offsets=frame_offsets(config.env),
             seed=config.seed,
@@ -231,7 +241,7 @@ class Run:
         """Bind what a checkpoint holds and restore the latest one, if any and asked for; returns its path."""
         self._rotation = CheckpointRotation(self.directory / "checkpoints", keep_last=self.config.logger.checkpoints)
         self._checkpoint = Checkpoint(
-            policy=self.policy,
+            policy=TrainedWeights(self.policy),
             actor_optimizer=self.actor_update.optimizer,
             video_optimizer=self.video_update.optimizer,
             feature_kl=OwnBuffers(self.video_update.feature_kl),
@@ -347,6 +357,32 @@ class StoredEpisodes:
         if (path / "episodes").exists():
             for episode in EpisodeStore.load(path / "episodes"):
                 self._store.add(episode)
+
+
+class TrainedWeights:
+    """State of what a run trains of its policy; the frozen rest, most of a big model, is where the run started from."""
+
+    def __init__(self, policy: FlowPolicy) -> None:
+        self._policy = policy
+
+    def _tensors(self) -> dict[str, Tensor]:
+        trained = {name: p.detach() for name, p in self._policy.named_parameters() if p.requires_grad}
+        return {**trained, "version": self._policy.version}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Trainable parameters and the version."""
+        return self._tensors()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore :meth:`state_dict`.
+
+        Raises:
+            ValueError: the checkpoint was made with other trained parts (tensors are named).
+        """
+        own = self._tensors()
+        check_tensors(own, state, "the checkpoint (was model.lora or model.actor changed?)")
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
 
 
 class OwnBuffers:

@@ -30,9 +30,10 @@ def train(config: RunConfig, console: Console) -> dict[str, Rate]:
     """Run the configured number of iterations and return the held-out success rates ``start`` and ``end``."""
     directory = Path(config.logger.directory)
     with timeit("start"):
-        demos = prepare_start(config, console)
+        start = prepare_start(config, console)
     OmegaConf.save(OmegaConf.structured(config), directory / "config.yaml")
-    with Run(config, load_policy(directory / "start", device=choose_device(config.device)), demos, console) as run:
+    policy = load_policy(start.policy, device=choose_device(config.device))
+    with Run(config, policy, start.demos, console) as run:
         if run.iteration == 0:
             run.held_out["start"] = held_out_success(run)
         while run.iteration < config.algo.iterations:

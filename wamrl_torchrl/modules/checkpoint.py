@@ -3,90 +3,103 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from wamrl_torchrl import schema
 from wamrl_torchrl.data.stats import DatasetStats
-from wamrl_torchrl.modules.fastwam.codec import TinyCodec
+from wamrl_torchrl.files import replace_file
+from wamrl_torchrl.modules.fastwam.codec import Codec, make_codec
 from wamrl_torchrl.modules.fastwam.config import ExpertConfig, FastWAMConfig
 from wamrl_torchrl.modules.fastwam.context import ContextBank
-from wamrl_torchrl.modules.fastwam.model import FastWAM
+from wamrl_torchrl.modules.fastwam.weights import build_empty, fill
 from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora
-from wamrl_torchrl.modules.policy import FlowPolicy, FlowSDEConfig
+from wamrl_torchrl.modules.policy import FlowPolicy, FlowSDEConfig, IDMConfig
+from wamrl_torchrl.modules.trainable import ActorTraining, set_actor_training
 
 CONFIG_FILE = "config.json"
 TENSOR_FILE = "policy.safetensors"
-FORMAT = 1
+FORMAT = 2
 
 
 def save_policy(policy: FlowPolicy, directory: str | Path) -> Path:
     """Write a policy to ``directory``; each of its two files is replaced only when it is complete.
 
+    The weights keep their dtypes. A codec with weights of its own (the Wan VAE) is not written but referred to.
+
     Returns:
         the directory.
     """
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     model = policy.model
     config = {
         "format": FORMAT,
         "model": asdict(model.config),
+        "codec": model.codec.recipe,
+        "instructions": model.contexts.instructions,
+        "contexts": list(model.contexts.contexts.shape),
         "lora": None if model.lora is None else asdict(model.lora),
+        "actor_training": None if model.actor_training is None else asdict(model.actor_training),
         "sde": asdict(policy.sde),
+        "idm": None if policy.idm is None else asdict(policy.idm),
         "executed_rows": policy.executed_rows,
         "seed": policy.seed,
-        "num_tasks": model.contexts.num_tasks,
     }
     tensors = {key: value.contiguous() for key, value in policy.state_dict().items()}
-    _replace(directory / TENSOR_FILE, lambda path: save_file(tensors, path))
-    _replace(directory / CONFIG_FILE, lambda path: path.write_text(json.dumps(config, indent=2)))
+    replace_file(directory / TENSOR_FILE, lambda path: save_file(tensors, path))
+    replace_file(directory / CONFIG_FILE, lambda path: path.write_text(json.dumps(config, indent=2)))
     return directory
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    temporary = path.with_name(path.name + ".partial")
-    write(temporary)
-    temporary.replace(path)
+def load_policy(directory: str | Path, *, device: torch.device | str = "cpu", codec: Codec | None = None) -> FlowPolicy:
+    """Rebuild a policy saved by :func:`save_policy`; its weights are held once, on ``device``.
 
-
-def load_policy(directory: str | Path, *, device: torch.device | str = "cpu") -> FlowPolicy:
-    """Rebuild a policy saved by :func:`save_policy`.
+    Keyword Args:
+        device: where the policy is to live.
+        codec: codec to use instead of the one the policy was saved with, for instance if its file has moved.
 
     Raises:
-        FileNotFoundError: the directory holds no policy.
+        FileNotFoundError: the directory holds no policy, or the codec's file is not where it was.
         ValueError: another format, or tensors that do not fit the configuration (the first few are named).
     """
     directory = Path(directory)
     if not (directory / CONFIG_FILE).is_file():
-        raise FileNotFoundError(f"{directory} holds no policy ({CONFIG_FILE} is missing); train or download one first")
+        raise FileNotFoundError(f"{directory} holds no policy ({CONFIG_FILE} is missing); train or import one first")
     config = json.loads((directory / CONFIG_FILE).read_text())
     if config.get("format") != FORMAT:
         raise ValueError(f"{directory / CONFIG_FILE} has format {config.get('format')!r}, this version reads {FORMAT}")
-    model_config = _model_config(config["model"])
-    contexts = torch.zeros(config["num_tasks"], model_config.context_length, model_config.video.text_dim)
-    model = FastWAM(model_config, TinyCodec(), ContextBank(contexts))
+    codec = make_codec(config["codec"], device=device) if codec is None else codec
+    contexts = ContextBank(torch.empty(config["contexts"]), instructions=config["instructions"])
+    model = build_empty(_model_config(config["model"]), codec, contexts)
     if config["lora"] is not None:
-        lora = dict(config["lora"], projections=tuple(config["lora"]["projections"]))
-        add_video_lora(model, VideoLoRA(**lora))
-    sde = dict(config["sde"])
-    if sde["window"] is not None:
-        sde["window"] = tuple(sde["window"])
+        add_video_lora(model, VideoLoRA(**config["lora"]))
+    if config["actor_training"] is not None:
+        set_actor_training(model, ActorTraining(**config["actor_training"]))
     policy = FlowPolicy(
         model,
         _blank_stats(),
-        sde=FlowSDEConfig(**sde),
+        sde=_sde_config(config["sde"]),
+        idm=None if config["idm"] is None else IDMConfig(**config["idm"]),
         executed_rows=config["executed_rows"],
         seed=config["seed"],
     )
-    load_tensors(policy, directory / TENSOR_FILE)
-    return policy.to(device)
+    path = directory / TENSOR_FILE
+    fill(policy, _read_tensors(path), source=str(path), device=device)
+    return policy
+
+
+def _read_tensors(path: Path) -> Mapping[str, Tensor]:
+    try:
+        return load_file(path)  # memory-mapped
+    except (SafetensorError, FileNotFoundError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
 
 
 def _blank_stats() -> DatasetStats:
@@ -94,35 +107,12 @@ def _blank_stats() -> DatasetStats:
     return DatasetStats(state_min=state, state_max=state, action_min=action, action_max=action)
 
 
-def _model_config(fields: dict) -> FastWAMConfig:
+def _model_config(fields: dict[str, Any]) -> FastWAMConfig:
     experts = {name: ExpertConfig(**fields[name]) for name in ("video", "action")}
-    return FastWAMConfig(**{**fields, **experts, "image_size": tuple(fields["image_size"])})
+    pairs = {name: tuple(fields[name]) for name in ("image_size", "action_modes")}
+    return FastWAMConfig(**{**fields, **experts, **pairs})
 
 
-def load_tensors(module: nn.Module, path: Path) -> None:
-    """Load a safetensors file into ``module``; names and shapes must match exactly.
-
-    Raises:
-        ValueError: the file is damaged, or tensors are missing, unexpected or of another shape; the first few are
-            named with what was found and expected.
-    """
-    try:
-        tensors = load_file(path)
-    except (SafetensorError, FileNotFoundError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
-    problems = _mismatches(module.state_dict(), tensors)
-    if problems:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(f"{path} does not fit the model: {'; '.join(problems[:5])}{more}")
-    module.load_state_dict(tensors, strict=True)
-
-
-def _mismatches(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
-    missing = [f"{key} is missing" for key in expected if key not in found]
-    extra = [f"{key} is unexpected" for key in found if key not in expected]
-    shapes = [
-        f"{key} has shape {tuple(found[key].shape)}, expected {tuple(value.shape)}"
-        for key, value in expected.items()
-        if key in found and found[key].shape != value.shape
-    ]
-    return shapes + missing + extra
+def _sde_config(fields: dict[str, Any]) -> FlowSDEConfig:
+    window = fields["window"]
+    return FlowSDEConfig(**{**fields, "window": None if window is None else tuple(window)})
