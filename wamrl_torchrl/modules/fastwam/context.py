@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from wamrl_torchrl import schema
+from wamrl_torchrl.modules.fastwam.context_cache import build_command, quote_some, read_context_cache
 
 
 def _hashed_vector(name: str, size: int) -> Tensor:
@@ -27,19 +29,27 @@ class ContextBank(nn.Module):
     Args:
         contexts: floating point ``[num_tasks, L, text_dim]``, row ``i`` belonging to ``task_id`` ``i``.
 
+    Keyword Args:
+        instructions: the bare instruction of every task, by which a policy is checked against the world it is run in;
+            None if it is not known.
+
     Raises:
-        ValueError: ``contexts`` is not floating point, or not of that shape with at least one task.
+        ValueError: ``contexts`` is not floating point, or not of that shape with at least one task, or there is not one
+            instruction per task.
     """
 
     contexts: Tensor
 
-    def __init__(self, contexts: Tensor) -> None:
+    def __init__(self, contexts: Tensor, *, instructions: Sequence[str] | None = None) -> None:
         super().__init__()
         if contexts.ndim != 3 or len(contexts) == 0 or not contexts.is_floating_point():
             raise ValueError(
                 "contexts must be floating point [num_tasks, L, text_dim] with at least one task, "
                 f"found {contexts.dtype} {tuple(contexts.shape)}"
             )
+        if instructions is not None and len(instructions) != len(contexts):
+            raise ValueError(f"{len(contexts)} contexts need as many instructions, found {len(instructions)}")
+        self.instructions = None if instructions is None else list(instructions)
         self.register_buffer("contexts", contexts)
 
     @classmethod
@@ -71,7 +81,31 @@ class ContextBank(nn.Module):
             for position, word in enumerate(words):
                 vector = _hashed_vector(f"word {word}", text_dim) + _hashed_vector(f"position {position}", text_dim)
                 contexts[task, position] = vector / math.sqrt(2)
-        return cls(contexts)
+        return cls(contexts, instructions=instructions)
+
+    @classmethod
+    def from_cache(cls, path: str | Path, instructions: Sequence[str]) -> ContextBank:
+        """Take contexts from a file of ``wamrl-context build``; no text encoder is loaded.
+
+        Args:
+            path: the file.
+            instructions: one per task, in the order of ``task_id``; bare, without a prompt template.
+
+        Returns:
+            a bank in the dtype of the file, bfloat16 unless it was built otherwise.
+
+        Raises:
+            KeyError: the file lacks an instruction; the message has the command that adds it.
+            FileNotFoundError: there is no such file.
+            ValueError: the file is damaged or no context cache, or there are no instructions.
+        """
+        cache = read_context_cache(path)
+        missing = cache.missing(instructions)
+        if missing:
+            raise KeyError(
+                f"the context cache {path} has no {quote_some(missing)}; add with: {build_command(path, missing)}"
+            )
+        return cls(cache.select(instructions), instructions=instructions)
 
     @property
     def num_tasks(self) -> int:
