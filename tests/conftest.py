@@ -20,6 +20,7 @@ from wamrl_torchrl.modules.fastwam.model import FastWAM
 from wamrl_torchrl.modules.policy import FlowPolicy, FlowSDEConfig
 
 IMAGE_SIZE = (64, 128)
+LEFT_OUT = pytest.StashKey[int]()
 
 
 def make_stats() -> DatasetStats:
@@ -83,3 +84,21 @@ def policy() -> FlowPolicy:
 @pytest.fixture
 def states() -> TensorDict:
     return make_states(6)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests of a GPU out where there is none, and count them."""
+    if torch.cuda.is_available():
+        return
+    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT_OUT] = len(left_out)
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """Say how many tests need a GPU."""
+    if config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(
+            f"{config.stash[LEFT_OUT]} tests marked gpu were left out: torch sees no CUDA device"
+        )

@@ -73,7 +73,6 @@ class TestOptions:
     def test_round_trip_through_json(self, lora):
         again = VideoLoRA(**json.loads(json.dumps(asdict(lora))))
         assert again == lora
-        assert hash(again) == hash(lora)
 
     def test_order_of_projections_does_not_matter(self):
         assert VideoLoRA(projections=("o", "q")) == VideoLoRA(projections=("q", "o"))

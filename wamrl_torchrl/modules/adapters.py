@@ -21,7 +21,7 @@ FFN_LAYERS = ("0", "2")
 ADAPTER = "default"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LoRAOptions:
     """Which layers of an expert get adapters, and how large they are.
 
@@ -55,11 +55,11 @@ class LoRAOptions:
         if self.alpha is not None and not self.alpha > 0:
             raise ValueError(f"alpha must be positive, or None for the rank, got {self.alpha}")
         ordered = tuple(name for name in ATTENTION_PROJECTIONS if name in self.projections)
-        object.__setattr__(self, "projections", ordered)
+        self.projections = ordered
         if self.blocks is not None:
             if len(self.blocks) != 2 or not 0 <= self.blocks[0] < self.blocks[1]:
                 raise ValueError(f"blocks must be (from, to) with 0 <= from < to, or None, got {tuple(self.blocks)}")
-            object.__setattr__(self, "blocks", tuple(self.blocks))
+            self.blocks = (self.blocks[0], self.blocks[1])
 
     @property
     def effective_alpha(self) -> int:

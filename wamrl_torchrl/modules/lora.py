@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class VideoLoRA(LoRAOptions):
     """Adapters of the video expert; on the self-attention of every block unless told otherwise.
 

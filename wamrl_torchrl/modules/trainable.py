@@ -12,7 +12,7 @@ from wamrl_torchrl.modules.fastwam.model import FastWAM
 ACTOR_KINDS = ("full", "last_blocks", "lora")
 
 
-@dataclass(frozen=True)
+@dataclass
 class ActorTraining(LoRAOptions):
     """What is trained of the action expert.
 

@@ -1,0 +1,96 @@
+"""What only a GPU shows: the loop on it, and the model at full size with random weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.conftest import make_model, make_record, make_states, make_stats
+from tests.test_train import load, scalars
+from wamrl_torchrl import schema
+from wamrl_torchrl.modules.fastwam.codec import TinyCodec
+from wamrl_torchrl.modules.fastwam.config import ACTION_MODES, preset
+from wamrl_torchrl.modules.fastwam.context import ContextBank
+from wamrl_torchrl.modules.fastwam.released import load_checkpoint, save_released
+from wamrl_torchrl.modules.fastwam.weights import build_empty, materialize
+from wamrl_torchrl.modules.policy import FlowPolicy, FlowSDEConfig, IDMConfig
+from wamrl_torchrl.objectives import FlowPPOLoss
+from wamrl_torchrl.train import train
+
+pytestmark = pytest.mark.gpu
+
+
+def make_policy(mode: str, model=None, *, dtype=torch.float32) -> FlowPolicy:
+    model = make_model() if model is None else model
+    model.config = replace(model.config, action_modes=ACTION_MODES)
+    sde = FlowSDEConfig(num_steps=4, noise_level=0.5, stochastic_steps=2)
+    idm = IDMConfig(num_steps=3) if mode == "idm" else None
+    return FlowPolicy(model, make_stats(), sde=sde, executed_rows=8, idm=idm).to(dtype)
+
+
+@pytest.mark.parametrize("mode", ACTION_MODES)
+class TestPolicy:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_replay_is_bit_for_bit(self, mode, dtype):
+        policy = make_policy(mode, dtype=dtype).cuda()
+        record = make_record_on_gpu(policy, 5)
+        with torch.no_grad():
+            assert torch.equal(policy.log_prob_rows(record), record[schema.LOG_PROB_ROWS])
+
+    def test_acts_as_on_the_cpu(self, mode):
+        """The noise is a function of ids, so both devices take the same decision up to rounding."""
+        policy = make_policy(mode)
+        here, there = policy(make_states(4)), policy.cuda()(make_states(4).cuda()).cpu()
+        assert torch.equal(here[schema.NOISE_SEED], there[schema.NOISE_SEED])
+        assert torch.equal(here[schema.K_STAR], there[schema.K_STAR])
+        torch.testing.assert_close(
+            here[schema.CHAIN], there[schema.CHAIN], rtol=0, atol=1e-2 if mode == "idm" else 1e-3
+        )
+
+    def test_actor_gradients(self, mode):
+        policy = make_policy(mode, dtype=torch.bfloat16).cuda()
+        FlowPPOLoss(policy).cuda()(make_record_on_gpu(policy, 4))["loss_objective"].backward()
+        gradients = [p.grad for p in policy.model.mot.action.parameters()]
+        assert all(g is not None and bool(torch.isfinite(g).all()) for g in gradients)
+
+
+def make_record_on_gpu(policy: FlowPolicy, batch: int):
+    record = make_record(make_policy("first_frame"), batch).cuda()  # states and made-up outcomes
+    return policy(record)
+
+
+class TestLoop:
+    @pytest.mark.parametrize("options", [(), ("model.action_mode=idm", "pretrain.action_idm_prob=0.5")])
+    def test_trains_and_resumes(self, tmp_path, options):
+        console = Console(quiet=True)
+        train(load(tmp_path / "run", "device=cuda", "algo.iterations=1", *options), console)
+        train(load(tmp_path / "run", "device=cuda", "algo.iterations=2", "resume=true", *options), console)
+        assert set(scalars(tmp_path / "run", "actor/clip_fraction")) == {1, 2}
+        assert set(scalars(tmp_path / "run", "video/loss_video")) == {1, 2}
+        assert max(scalars(tmp_path / "run", "rollout/parity_gap").values()) < 1e-3
+
+
+class TestFullSize:
+    def test_decides_and_replays_in_both_modes(self):
+        contexts = ContextBank(torch.randn(3, 128, 4096))
+        model = materialize(build_empty(preset("libero"), TinyCodec(), contexts), device="cuda", dtype=torch.bfloat16)
+        assert sum(p.numel() for p in model.mot.parameters()) == 6_020_673_735
+        states = make_states(2).cuda()
+        states["observation", "image"] = torch.randint(0, 256, (2, 3, 224, 448), dtype=torch.uint8, device="cuda")
+        for mode in ACTION_MODES:
+            policy = make_policy(mode, model, dtype=torch.bfloat16).cuda()
+            record = policy(states.clone())
+            assert bool(torch.isfinite(record[schema.CHAIN]).all())
+            with torch.no_grad():
+                assert torch.equal(policy.log_prob_rows(record), record[schema.LOG_PROB_ROWS])
+
+
+def test_checkpoint_is_filled_on_the_gpu(tmp_path):
+    model = make_model().cuda()
+    path = save_released(model, tmp_path / "mine.pt")
+    again = load_checkpoint(path, model.config, TinyCodec(), ContextBank(torch.zeros(3, 24, 32)), device="cuda")
+    assert {tensor.device.type for tensor in (*again.parameters(), *again.buffers())} == {"cuda"}
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
