@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from wamrl_torchrl.build import choose_device, make_env, task_ids
-from wamrl_torchrl.config import CONFIG_DIR, EnvConfig, RunConfig, parse_config
+from wamrl_torchrl.config import CONFIG_DIR, EnvConfig, RunConfig, check_held_out, parse_config
 
 
 def load(*overrides: str) -> RunConfig:
@@ -43,10 +43,14 @@ class TestBadOptions:
             ("algo.mode=dream", "algo.mode.*'dream'"),
             ("algo.group_size=1", "algo.group_size"),
             ("env.replan_steps=10", "env.replan_steps.*multiple of 4"),
+            ("model.action_mode=joint", "model.action_mode"),
+            ("model.lora.rank=0", "rank"),
+            ("model.actor.kind=head", "kind"),
+            ("model.idm.num_steps=0", "num_steps"),
+            ("pretrain.action_idm_prob=2", "pretrain.action_idm_prob"),
             ("env.name=gridworld", "env.name"),
             ("collector.topology=ring", "collector.topology"),
             ("algo.minibatch_size=0", "algo.minibatch_size"),
-            ("env.eval_init_states=[30,50]", "share"),
             ("env.train_init_states=[5,5]", "train_init_states"),
             ("sde.stochastic_steps=11", "K_sde"),
             ("sde.stochastic_steps=none", "at least one"),
@@ -60,6 +64,13 @@ class TestBadOptions:
     def test_unknown_keys_types_and_groups(self, override):
         with pytest.raises(HydraException, match=override.split("=", maxsplit=1)[0].split(".")[-1] + "|moon|huge"):
             load(override)
+
+    def test_training_states_are_no_evaluation_states(self):
+        """An evaluation alone may use any."""
+        config = load("env.eval_init_states=[30,50]")
+        with pytest.raises(ValueError, match=r"share \[30, .*39\]"):
+            check_held_out(config)
+        check_held_out(load())
 
     def test_actor_only_takes_any_replan(self):
         assert load("env.replan_steps=10", "algo.mode=actor_only").env.replan_steps == 10

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,21 +121,25 @@ def make_model(config: RunConfig) -> FastWAM:
 
 
 def make_contexts(config: RunConfig, model_config: FastWAMConfig) -> ContextBank:
-    """Text contexts of the world's tasks, from the context cache if there is one.
+    """Text contexts of the world's tasks, from the context cache if there is one."""
+    instructions = task_instructions(config.env)
+    if config.model.contexts is not None:
+        return cached_contexts(config.model.contexts, instructions, model_config)
+    length, text_dim = model_config.context_length, model_config.video.text_dim
+    return ContextBank.hashed(instructions, length=length, text_dim=text_dim)
+
+
+def cached_contexts(path: str | Path, instructions: Sequence[str], model_config: FastWAMConfig) -> ContextBank:
+    """Text contexts from a context cache, for a model of this size.
 
     Raises:
         ValueError: the cache was made for a model of another size.
+        KeyError: it lacks an instruction.
     """
-    instructions = task_instructions(config.env)
-    length, text_dim = model_config.context_length, model_config.video.text_dim
-    if config.model.contexts is None:
-        return ContextBank.hashed(instructions, length=length, text_dim=text_dim)
-    bank = ContextBank.from_cache(config.model.contexts, instructions)
-    if tuple(bank.contexts.shape[1:]) != (length, text_dim):
-        raise ValueError(
-            f"model.contexts={config.model.contexts} holds contexts of {tuple(bank.contexts.shape[1:])}, the model "
-            f"reads {(length, text_dim)}"
-        )
+    bank = ContextBank.from_cache(path, instructions)
+    found, wanted = tuple(bank.contexts.shape[1:]), (model_config.context_length, model_config.video.text_dim)
+    if found != wanted:
+        raise ValueError(f"{path} holds contexts of {found} (length, width), the model reads {wanted}")
     return bank
 
 

@@ -246,6 +246,15 @@ def _check(config: RunConfig) -> None:
     for name, share in shares.items():
         if not 0 <= share <= 1:
             raise ValueError(f"{name} must lie in 0..1, got {share}")
+
+
+def check_held_out(config: RunConfig) -> None:
+    """Make sure that training is not evaluated on its own initial states.
+
+    Raises:
+        ValueError: the two ranges overlap.
+    """
+    env = config.env
     overlap = set(range(*env.train_init_states)) & set(range(*env.eval_init_states))
     if overlap:
         raise ValueError(f"env.train_init_states and env.eval_init_states share {sorted(overlap)}")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import av
 import matplotlib
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -82,6 +81,8 @@ def plot_curves(scalars: Path, picture: Path) -> None:
 
 def write_video(frames: Tensor, path: Path, *, fps: int = 5) -> None:
     """Write frames uint8 [T,3,H,W] (even height and width) as an H.264 file."""
+    import av  # slow to import, and only the end of a run needs it
+
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=fps)
         stream.height, stream.width = frames.shape[2:]

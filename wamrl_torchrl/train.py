@@ -16,7 +16,7 @@ from wamrl_torchrl import schema
 from wamrl_torchrl.build import choose_device, frame_offsets
 from wamrl_torchrl.cli import command
 from wamrl_torchrl.collectors.collect import collect_episodes, join_episodes, push_weights
-from wamrl_torchrl.config import RunConfig
+from wamrl_torchrl.config import RunConfig, check_held_out
 from wamrl_torchrl.data.analysis import Rate
 from wamrl_torchrl.data.episodes import episodes_from_rollout
 from wamrl_torchrl.evaluate import eval_conditions, evaluate, success_rate, task_rates, total_rate
@@ -28,6 +28,7 @@ from wamrl_torchrl.run import Run, draw_groups, prepare_start
 
 def train(config: RunConfig, console: Console) -> dict[str, Rate]:
     """Run the configured number of iterations and return the held-out success rates ``start`` and ``end``."""
+    check_held_out(config)
     directory = Path(config.logger.directory)
     with timeit("start"):
         start = prepare_start(config, console)

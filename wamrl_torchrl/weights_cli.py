@@ -10,18 +10,20 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from wamrl_torchrl.build import cached_contexts
 from wamrl_torchrl.cli import user_errors
 from wamrl_torchrl.data.stats import DatasetStats
 from wamrl_torchrl.envs.libero_suites import SUITES
 from wamrl_torchrl.envs.libero_suites import instructions as libero_instructions
+from wamrl_torchrl.envs.tabletop import TABLETOP_INSTRUCTIONS
 from wamrl_torchrl.modules.checkpoint import CONFIG_FILE, TENSOR_FILE, load_policy, save_policy
 from wamrl_torchrl.modules.fastwam.codec import TinyCodec, make_codec
 from wamrl_torchrl.modules.fastwam.config import ACTION_MODES, PRESETS, FastWAMConfig, preset
-from wamrl_torchrl.modules.fastwam.context import ContextBank
 from wamrl_torchrl.modules.fastwam.released import ForeignCheckpoint, load_checkpoint, read_checkpoint, save_released
 from wamrl_torchrl.modules.policy import FlowPolicy
 from wamrl_torchrl.report import metric_table
 
+TABLETOP = "tabletop"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 NO_SHIFT = (
     "{path} does not tell its action shift, and a wrong one costs success silently: give --action-shift (1.0 for "
@@ -40,7 +42,7 @@ def _config(checkpoint: ForeignCheckpoint, args: argparse.Namespace) -> FastWAMC
     if shift is None:
         raise ValueError(NO_SHIFT.format(path=checkpoint.path))
     return replace(
-        preset(args.preset),
+        preset(args.preset, image_size=tuple(args.image_size)),
         action_shift=shift,
         video_shift=args.video_shift,
         action_modes=("first_frame",) if modes is None else tuple(modes),
@@ -54,7 +56,8 @@ def import_weights(args: argparse.Namespace, console: Console) -> None:
     checkpoint = read_checkpoint(args.checkpoint)
     config = _config(checkpoint, args)
     stats = DatasetStats.from_json(args.stats)
-    contexts = ContextBank.from_cache(args.contexts, libero_instructions(args.suite))
+    instructions = TABLETOP_INSTRUCTIONS if args.suite == TABLETOP else libero_instructions(args.suite)
+    contexts = cached_contexts(args.contexts, instructions, config)
     codec = make_codec({"kind": "wan", "path": str(args.vae.resolve()), "dtype": args.dtype})
     with console.status(f"reading {checkpoint.path}"):
         model = load_checkpoint(checkpoint, config, codec, contexts, dtype=DTYPES[args.dtype])
@@ -131,7 +134,10 @@ def _parser() -> argparse.ArgumentParser:
     }
     for name, meaning in paths.items():
         imports.add_argument(f"--{name}", required=True, type=Path, metavar="PATH", help=meaning)
-    imports.add_argument("--suite", default="libero_spatial", choices=SUITES, help="tasks of the policy's context bank")
+    imports.add_argument("--suite", default="libero_spatial", choices=(*SUITES, TABLETOP), help="world of the policy")
+    imports.add_argument(
+        "--image-size", nargs=2, type=int, default=(224, 448), metavar=("H", "W"), help="of its pictures"
+    )
     imports.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of the weights and of the VAE")
     imports.add_argument("--preset", default="libero", choices=PRESETS, help="sizes of the model")
     imports.add_argument("--action-shift", type=float, help="needed only if the checkpoint does not tell")
