@@ -292,6 +292,8 @@ class Run:
     def log(self, metrics: dict[str, float]) -> None:
         """Log an iteration's metrics and phase times, and show them."""
         times = {f"time/{phase}": seconds for phase, seconds in self.clock().items()}
+        if self.policy.device.type == "cuda":
+            times["memory/peak_gb"] = torch.cuda.max_memory_allocated(self.policy.device) / 1e9
         for logger in self.loggers:
             for name, value in {**metrics, **times}.items():
                 logger.log_scalar(name, value, step=self.iteration)

@@ -6,6 +6,8 @@ import torch
 
 from tests.conftest import make_model, make_policy, make_record, make_states
 from wamrl_torchrl import schema
+from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora, video_parameters
+from wamrl_torchrl.modules.trainable import ActorTraining, actor_parameters, set_actor_training
 from wamrl_torchrl.objectives import FlowPPOLoss
 
 
@@ -59,3 +61,21 @@ class TestBfloat16:
         gradients = [p.grad for p in policy.model.mot.action.parameters()]
         assert {g.dtype for g in gradients} == {torch.bfloat16}
         assert all(bool(torch.isfinite(g).all()) for g in gradients)
+
+    def test_adapters_are_fp32_over_bfloat16_weights(self):
+        model, states, noise = make_model().to(torch.bfloat16), make_states(2), torch.randn(2, 48, 2, 4, 8)
+        before = model.imagine(states, noise, num_steps=2)
+        add_video_lora(model, VideoLoRA(rank=2))
+        set_actor_training(model, ActorTraining(kind="lora", rank=2))
+        trained = [*actor_parameters(model), *video_parameters(model)]
+        assert {p.dtype for p in trained} == {torch.float32}
+        assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+        assert torch.equal(model.imagine(states, noise, num_steps=2), before)
+        # Steps a thousandth of a weight survive, which bfloat16 would round away.
+        weights = [p.detach().clone() for p in trained]
+        with torch.no_grad():
+            for p in trained:
+                p.mul_(1.001)
+        changed = [not torch.equal(a, b) for a, b in zip(trained, weights, strict=True) if b.any()]
+        assert changed
+        assert all(changed)

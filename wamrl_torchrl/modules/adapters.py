@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear as LoRALinear
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, cast_adapter_dtype
 from torch import Tensor, nn
 
 from wamrl_torchrl.modules.fastwam.dit import Expert
@@ -107,11 +107,15 @@ class LoRAOptions:
 def add_adapters(expert: Expert, options: LoRAOptions) -> None:
     """Put fresh adapters on an expert without any, in place, and freeze its own weights.
 
+    Adapters on half-precision weights are fp32: they are their own master weights, in which small steps do not round
+    away, and at their size the arithmetic costs little.
+
     Raises:
         ValueError: ``blocks`` ends beyond the last block.
     """
     options.layers(len(expert.blocks))
     inject_adapter_in_model(options.peft_config(), expert, adapter_name=ADAPTER)
+    cast_adapter_dtype(expert, ADAPTER)
 
 
 def adapter_layers(module: nn.Module) -> list[BaseTunerLayer]:
