@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from rich.console import Console
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
 
 from tests.conftest import make_model, make_record, make_states, make_stats
 from tests.test_train import load, scalars
 from wamrl_torchrl import schema
+from wamrl_torchrl.config import AlgoConfig
+from wamrl_torchrl.data.episodes import EpisodeStore
+from wamrl_torchrl.learner import ActorUpdate, ParameterWatch, VideoUpdate
 from wamrl_torchrl.modules.fastwam.codec import TinyCodec
 from wamrl_torchrl.modules.fastwam.config import ACTION_MODES, preset
 from wamrl_torchrl.modules.fastwam.context import ContextBank
 from wamrl_torchrl.modules.fastwam.released import load_checkpoint, save_released
 from wamrl_torchrl.modules.fastwam.weights import build_empty, materialize
+from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora
 from wamrl_torchrl.modules.policy import FlowPolicy, FlowSDEConfig, IDMConfig
+from wamrl_torchrl.modules.trainable import ActorTraining, set_actor_training
 from wamrl_torchrl.objectives import FlowPPOLoss
 from wamrl_torchrl.train import train
 
 pytestmark = pytest.mark.gpu
 
 
-def make_policy(mode: str, model=None, *, dtype=torch.float32) -> FlowPolicy:
+def make_policy(mode: str, model=None, *, dtype: torch.dtype | None = torch.float32) -> FlowPolicy:
     model = make_model() if model is None else model
     model.config = replace(model.config, action_modes=ACTION_MODES)
     sde = FlowSDEConfig(num_steps=4, noise_level=0.5, stochastic_steps=2)
     idm = IDMConfig(num_steps=3) if mode == "idm" else None
-    return FlowPolicy(model, make_stats(), sde=sde, executed_rows=8, idm=idm).to(dtype)
+    policy = FlowPolicy(model, make_stats(), sde=sde, executed_rows=8, idm=idm)
+    policy.to(model.proprio_encoder.weight.device)
+    return policy if dtype is None else policy.to(dtype)
 
 
 @pytest.mark.parametrize("mode", ACTION_MODES)
@@ -73,19 +83,60 @@ class TestLoop:
         assert max(scalars(tmp_path / "run", "rollout/parity_gap").values()) < 1e-3
 
 
+def full_size_model():
+    """The model of the released weights with random ones."""
+    contexts = ContextBank(torch.randn(3, 128, 4096))
+    model = build_empty(preset("libero"), TinyCodec(), contexts)
+    return materialize(model, device="cuda", dtype=torch.bfloat16)
+
+
+def full_size_states(batch: int):
+    states = make_states(batch).cuda()
+    shape = (batch, 3, 224, 448)
+    states["observation", "image"] = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
+    return states
+
+
+def made_up_episode() -> TensorDict:
+    generator = torch.Generator().manual_seed(0)
+    frames = torch.randint(0, 256, (11, 3, 224, 448), generator=generator, dtype=torch.uint8)
+    ids = {key: torch.zeros(1, dtype=torch.int64) for key in (schema.TASK_ID, schema.INIT_STATE_ID, schema.ENV_SEED)}
+    data = {"frames": frames, "states": torch.rand(11, 8), "is_decision": torch.ones(11, dtype=torch.bool)}
+    return TensorDict({**data, **ids, "actions": torch.rand(40, 7), "success": torch.ones(1, dtype=torch.bool)})
+
+
 class TestFullSize:
     def test_decides_and_replays_in_both_modes(self):
-        contexts = ContextBank(torch.randn(3, 128, 4096))
-        model = materialize(build_empty(preset("libero"), TinyCodec(), contexts), device="cuda", dtype=torch.bfloat16)
+        model, states = full_size_model(), full_size_states(2)
         assert sum(p.numel() for p in model.mot.parameters()) == 6_020_673_735
-        states = make_states(2).cuda()
-        states["observation", "image"] = torch.randint(0, 256, (2, 3, 224, 448), dtype=torch.uint8, device="cuda")
         for mode in ACTION_MODES:
             policy = make_policy(mode, model, dtype=torch.bfloat16).cuda()
             record = policy(states.clone())
             assert bool(torch.isfinite(record[schema.CHAIN]).all())
             with torch.no_grad():
                 assert torch.equal(policy.log_prob_rows(record), record[schema.LOG_PROB_ROWS])
+
+    @pytest.mark.parametrize("actor", [ActorTraining(), ActorTraining(kind="lora", rank=8)], ids=["full", "lora"])
+    def test_each_update_changes_its_own_part(self, actor):
+        model = set_actor_training(add_video_lora(full_size_model(), VideoLoRA(rank=8)), actor)
+        policy = make_policy("first_frame", model, dtype=None)
+        config = AlgoConfig(minibatch_size=4, video_steps=2, video_batch_size=2, actor_lr=1e-3)
+        actor_update, video_update = ActorUpdate(policy, config), VideoUpdate(policy, config)
+        watch = ParameterWatch(model)
+        record = policy(full_size_states(4))
+        record.set(("next", schema.EXECUTED_MASK), (torch.arange(32) < 8).expand(4, 32).cuda())
+        record.set(schema.ADVANTAGE, torch.tensor([1.0, -1.0, 0.5, -0.5], device="cuda")[:, None])
+        buffer = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(4), sampler=SamplerWithoutReplacement(), batch_size=config.minibatch_size
+        )
+        buffer.extend(record.cpu())
+        metrics = actor_update(buffer)
+        assert watch.changed() == {"action_expert"}
+        episodes = EpisodeStore()
+        episodes.add(made_up_episode())
+        metrics |= video_update(episodes, None)
+        assert watch.changed() == {"adapters"}
+        assert all(math.isfinite(value) for value in metrics.values())
 
 
 def test_checkpoint_is_filled_on_the_gpu(tmp_path):
