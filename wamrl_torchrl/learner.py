@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -64,7 +65,10 @@ class ActorUpdate:
         for _ in range(self.config.epochs):
             epoch_kl = []
             for batch in buffer:
-                out = self.loss(batch.to(self.policy.device))
+                batch = batch.to(self.policy.device)
+                if is_half(self.policy):
+                    batch = fill_batch(batch, self.config.minibatch_size)
+                out = self.loss(batch)
                 self.optimizer.zero_grad(set_to_none=True)
                 out["loss_objective"].backward()
                 norm = clip_grad_norm_(self.parameters, self.config.grad_clip)
@@ -126,9 +130,16 @@ def normalize_windows(windows: TensorDict, policy: FlowPolicy) -> TensorDict:
     return windows.set(schema.PROPRIO, policy.stats.normalize_state(windows.get(schema.STATE)))
 
 
+class Parity(NamedTuple):
+    """How far the log-probs of a rollout are from the learner's own."""
+
+    gap: float  # largest difference
+    kl: float  # mean of the k3 estimate of KL(rollout || learner)
+
+
 @torch.no_grad()
-def parity_gap(policy: FlowPolicy, rollout: TensorDictBase, *, rows: int = 64) -> float:
-    """Largest difference between the log-probs of the rollout and the learner's own, on up to ``rows`` records.
+def parity(policy: FlowPolicy, rollout: TensorDictBase, *, rows: int = 64) -> Parity:
+    """Compare the log-probs of the rollout with the learner's own, on up to ``rows`` records.
 
     Raises:
         RuntimeError: records of another policy version; a rollout is used under the weights that made it.
@@ -137,8 +148,41 @@ def parity_gap(policy: FlowPolicy, rollout: TensorDictBase, *, rows: int = 64) -
     if versions != policy.version.tolist():
         raise RuntimeError(f"the rollout holds policy versions {versions}, the learner has {policy.version.tolist()}")
     part = rollout[:rows].select(*policy.replay_keys, schema.LOG_PROB).to(policy.device)
-    rows_now = policy.log_prob_rows(part)
-    return float((rows_now[..., : policy.executed_rows].sum(-1) - part.get(schema.LOG_PROB)).abs().max())
+    own = policy.log_prob_rows(part)[..., : policy.executed_rows].sum(-1)
+    difference = own - part.get(schema.LOG_PROB)
+    return Parity(float(difference.abs().max()), float((difference.expm1() - difference).mean()))
+
+
+def is_half(policy: FlowPolicy) -> bool:
+    """Whether the weights are in half precision.
+
+    The kernels then round differently for batches of another size, by a percent of a velocity: the log-prob of a record
+    depends on the batch it is computed in, and ratios between batches of different sizes are noise.
+    """
+    return policy.model.dtype != torch.float32
+
+
+@torch.no_grad()
+def recompute_log_probs(policy: FlowPolicy, rollout: TensorDictBase, *, batch_size: int) -> TensorDictBase:
+    """Replace the log-probs of a rollout by the learner's own, in batches of the size that the update will use.
+
+    Ratios then start at 1 exactly in half precision too, instead of at the rounding between two batch sizes.
+    """
+    own = []
+    for part in rollout.select(*policy.replay_keys).split(batch_size):
+        rows = torch.arange(batch_size) % len(part)
+        own.append(policy.log_prob_rows(part[rows].to(policy.device))[: len(part)])
+    log_prob_rows = torch.cat(own).to(rollout.get(schema.LOG_PROB_ROWS).device)
+    rollout.set(schema.LOG_PROB_ROWS, log_prob_rows)
+    return rollout.set(schema.LOG_PROB, log_prob_rows[..., : policy.executed_rows].sum(-1))
+
+
+def fill_batch(batch: TensorDictBase, size: int) -> TensorDictBase:
+    """Repeat rows of a smaller batch up to ``size``; the repeated ones have no executed action and so no weight."""
+    rows = torch.arange(size, device=batch.device)
+    filled = batch[rows % len(batch)]
+    key = ("next", schema.EXECUTED_MASK)
+    return filled.set(key, filled.get(key) & (rows < len(batch))[:, None])
 
 
 class ParameterWatch:

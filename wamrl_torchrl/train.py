@@ -20,7 +20,7 @@ from wamrl_torchrl.config import RunConfig, check_held_out
 from wamrl_torchrl.data.analysis import Rate
 from wamrl_torchrl.data.episodes import episodes_from_rollout
 from wamrl_torchrl.evaluate import eval_conditions, evaluate, success_rate, task_rates, total_rate
-from wamrl_torchrl.learner import parity_gap
+from wamrl_torchrl.learner import is_half, parity, recompute_log_probs
 from wamrl_torchrl.modules.checkpoint import load_policy, save_policy
 from wamrl_torchrl.report import metric_table, plot_curves, progress_bar, write_video
 from wamrl_torchrl.run import Run, draw_groups, prepare_start
@@ -55,7 +55,7 @@ def run_iteration(run: Run) -> dict[str, float]:
     algo, policy = run.config.algo, run.policy
     with timeit("collect"):
         rollout = collect(run)
-    metrics = rollout_metrics(rollout) | {"rollout/parity_gap": check_parity(run, rollout)}
+    metrics = rollout_metrics(rollout) | check_parity(run, rollout)
     if algo.weight_rec:
         with timeit("reconstruction"):
             rollout = run.reconstruction.inv(rollout)
@@ -63,6 +63,8 @@ def run_iteration(run: Run) -> dict[str, float]:
 
     if algo.mode != "video_only":
         with timeit("actor"):
+            if is_half(policy):
+                rollout = recompute_log_probs(policy, rollout, batch_size=algo.minibatch_size)
             buffer = run.make_buffer(len(rollout))
             buffer.extend(rollout)  # adds returns and advantages, drops groups that agree in success
             metrics |= run.group_metrics()
@@ -102,15 +104,18 @@ def collect(run: Run) -> TensorDictBase:
     return rollout
 
 
-def check_parity(run: Run, rollout: TensorDictBase) -> float:
+def check_parity(run: Run, rollout: TensorDictBase) -> dict[str, float]:
     """Compare rollout and learner log-probs; a gap beyond rounding means that they do not run the same policy."""
-    gap = parity_gap(run.policy, rollout)
-    if gap > run.config.algo.parity_tolerance:
+    algo, found = run.config.algo, parity(run.policy, rollout)
+    name, value, limit = ("gap", found.gap, algo.parity_gap)
+    if is_half(run.policy):
+        name, value, limit = ("kl", found.kl, algo.parity_kl)
+    if value > limit:
         raise RuntimeError(
-            f"log-probs of rollout and learner differ by {gap:.3g}, more than algo.parity_tolerance="
-            f"{run.config.algo.parity_tolerance:g}: stale weights, another schedule, or train/eval mode"
+            f"log-probs of rollout and learner differ ({name} {value:.3g}, more than algo.parity_{name}={limit:g}): "
+            "stale weights, another schedule, or train/eval mode"
         )
-    return gap
+    return {"rollout/parity_gap": found.gap, "rollout/parity_kl": found.kl}
 
 
 def rollout_metrics(rollout: TensorDictBase) -> dict[str, float]:

@@ -15,7 +15,7 @@ from wamrl_torchrl.data.starts import StartStates
 from wamrl_torchrl.data.stats import DatasetStats
 from wamrl_torchrl.demos import make_demonstrations
 from wamrl_torchrl.envs.episodes import EpisodePlan
-from wamrl_torchrl.learner import parity_gap
+from wamrl_torchrl.learner import parity
 from wamrl_torchrl.objectives.transforms import GroupAdvantage, ReconstructionReward
 
 pytestmark = pytest.mark.libero
@@ -50,7 +50,7 @@ def test_a_group_from_demonstration_to_advantage():
             base.close()
 
     schema.validate_macro_step(rollout)
-    assert parity_gap(policy, rollout) < 1e-3
+    assert parity(policy, rollout).gap < 1e-3
     first = rollout[(rollout[schema.CHUNK_INDEX] == 0).squeeze(-1)]
     for group in (0, 1):  # the same picture at the start of every episode of a group
         images = first["observation", "image"][(first[schema.GROUP_ID] == group).squeeze(-1)]

@@ -10,7 +10,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tests.conftest import make_model, make_record, make_states, make_stats
 from wamrl_torchrl import schema
-from wamrl_torchrl.learner import parity_gap
+from wamrl_torchrl.learner import parity
 from wamrl_torchrl.modules.checkpoint import load_policy, save_policy
 from wamrl_torchrl.modules.fastwam.model import FlowNoise, draw_flow_noise, force_future
 from wamrl_torchrl.modules.noise import mix_seeds, seeded_normal
@@ -125,7 +125,7 @@ class TestPolicy:
         assert all(p.grad is not None for p in policy.model.mot.action.parameters())
         assert all(p.grad is None for p in policy.model.mot.video.parameters())
         record["policy_version"] = policy.version.expand(4, 1)
-        assert parity_gap(policy, record) == 0
+        assert parity(policy, record).gap == 0
 
     def test_comes_back_from_disk(self, tmp_path):
         policy = make_idm_policy(shift=2.0, dtype=torch.bfloat16)
