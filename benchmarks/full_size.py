@@ -13,10 +13,10 @@ import argparse
 import gc
 import json
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -59,7 +59,7 @@ class Bench:
     def note(self, **figures: float) -> None:
         """Keep and print figures."""
         for name, value in figures.items():
-            self.figures[name] = float(f"{value:.5g}")
+            self.figures[name] = int(value) if isinstance(value, int) else float(f"{value:.5g}")
             print(f"{name:<44}{value:>16.5g}", flush=True)
 
     def wait(self) -> None:
@@ -305,12 +305,11 @@ def joint_loss(bench: Bench, batch: int) -> None:
     bench.time(f"joint_loss_b{batch}", step)
 
 
-def checkpoints(bench: Bench) -> None:
+def checkpoints(bench: Bench, scratch: Path) -> None:
     """Round trips over the disk, bit for bit, and what a load costs in host memory."""
-    bench.scratch.mkdir(parents=True, exist_ok=True)
     model = bench.model()
     began = time.perf_counter()
-    path = save_released(model, bench.scratch / "random.pt")
+    path = save_released(model, scratch / "random.pt")
     bench.note(save_released_s=time.perf_counter() - began, released_file_bytes=path.stat().st_size)
     began = time.perf_counter()
     again = load_checkpoint(path, bench.config, TinyCodec(), ContextBank(model.contexts.contexts), device=bench.device)
@@ -324,14 +323,13 @@ def checkpoints(bench: Bench) -> None:
     path.unlink()
     policy = bench.policy(model)
     began = time.perf_counter()
-    directory = save_policy(policy, bench.scratch / "policy")
+    directory = save_policy(policy, scratch / "policy")
     bench.note(save_policy_s=time.perf_counter() - began)
     began = time.perf_counter()
     again = load_policy(directory, device=bench.device).model
     bench.wait()
     same = all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     bench.note(load_policy_s=time.perf_counter() - began, policy_round_trip_equal=same)
-    shutil.rmtree(bench.scratch)
 
 
 def load_alone(options: argparse.Namespace) -> None:
@@ -387,13 +385,15 @@ def main() -> None:
         "actor_step": lambda: actor_step(bench, 32 if big else 2),
         "video_step": lambda: video_step(bench, (1, 4) if big else (2,)),
         "joint_loss": lambda: joint_loss(bench, 4 if big else 2),
-        "checkpoints": lambda: checkpoints(bench),
     }
     began = time.perf_counter()
-    for name in options.only or parts:
-        print(f"# {name}", flush=True)
-        parts[name]()
-        clean(bench)
+    bench.scratch.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=bench.scratch) as scratch:
+        parts["checkpoints"] = lambda: checkpoints(bench, Path(scratch))
+        for name in options.only or parts:
+            print(f"# {name}", flush=True)
+            parts[name]()
+            clean(bench)
     gpu = torch.cuda.get_device_name() if bench.device.type == "cuda" else platform.processor()
     machine = {"device": gpu, "torch": torch.__version__, "preset": options.preset, "repeats": options.repeats}
     machine["seconds"] = round(time.perf_counter() - began)

@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from tensordict import TensorDict
+from torch import nn
 
 from wamrl_torchrl import schema
 from wamrl_torchrl.data.stats import DatasetStats
@@ -55,6 +56,27 @@ def make_states(batch: int, seed: int = 0) -> TensorDict:
     state = torch.rand(batch, 8, generator=generator) * 2 - 1
     observation = {"image": image, "state": state, "proprio": state.clone()}
     return TensorDict({"observation": observation, **ids}, batch_size=[batch])
+
+
+def make_windows(batch: int = 3) -> TensorDict:
+    """Windows of demonstrations, as they are trained on."""
+    generator = torch.Generator().manual_seed(5)
+    windows = make_states(batch)
+    windows["video"] = torch.randint(0, 256, (batch, 9, 3, *IMAGE_SIZE), generator=generator, dtype=torch.uint8)
+    windows["video"][:, 0] = windows["observation", "image"]
+    windows["image_is_pad"] = torch.zeros(batch, 9, dtype=torch.bool)
+    windows["actions"] = torch.rand(batch, 32, 7, generator=generator) * 2 - 1
+    windows["action_is_pad"] = torch.zeros(batch, 32, dtype=torch.bool)
+    return windows
+
+
+def randomize_adapters(module: nn.Module, *, std: float = 0.2) -> None:
+    """Move adapters away from their start, where one factor is zero and so the gradient of the other."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_(std=std)
 
 
 def make_record(policy: FlowPolicy, batch: int, seed: int = 0) -> TensorDict:

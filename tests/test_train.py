@@ -14,7 +14,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tests.conftest import make_states
 from wamrl_torchrl.config import CONFIG_DIR, RunConfig, parse_config
-from wamrl_torchrl.modules.checkpoint import load_policy
+from wamrl_torchrl.modules.checkpoint import load_policy, save_policy
 from wamrl_torchrl.train import train
 
 TINY_RUN = (
@@ -146,6 +146,15 @@ class TestModes:
         after = tensors(finished / "policy")
         assert all(torch.equal(value, after[key]) for key, value in before.items())  # taken, not touched
         assert not (tmp_path / "a" / "start").exists()
+        start = load_policy(finished / "policy")
+        with torch.no_grad():
+            start.model.mot.video.patch_embedding.weight.mul_(1.01)
+        save_policy(start, tmp_path / "other")
+        recipe = (tmp_path / "a" / "recipe.json").read_text()
+        (tmp_path / "a" / "recipe.json").write_text(recipe.replace(str(finished / "policy"), str(tmp_path / "other")))
+        moved = (f"model.policy={tmp_path / 'other'}", *options[1:], "resume=true", "algo.iterations=2")
+        with pytest.raises(ValueError, match="other frozen weights"):
+            train(load(tmp_path / "a", *moved), console)
         with pytest.raises(ValueError, match="adapters"):
             train(load(tmp_path / "d", *options, "model.lora.rank=5"), console)
         options = (f"model.policy={finished / 'start'}", *options[1:])

@@ -194,6 +194,14 @@ def _check(config: RunConfig) -> None:
             raise ValueError(f"{name} must be one of {known}, got {value!r}")
     if algo.group_size < 2:
         raise ValueError(f"algo.group_size must be at least 2 (an advantage compares episodes), got {algo.group_size}")
+    idm, share = config.model.action_mode == "idm", config.pretrain.action_idm_prob
+    if config.model.policy is None and share == (0 if idm else 1):
+        raise ValueError(
+            f"model.action_mode={config.model.action_mode} with pretrain.action_idm_prob={share:g}: the policy would "
+            f"never be trained in that mode; set pretrain.action_idm_prob {'above 0' if idm else 'below 1'}"
+        )
+    if algo.imagination_shift is not None and not algo.imagination_shift > 0:
+        raise ValueError(f"algo.imagination_shift must be positive, got {algo.imagination_shift}")
     trains_video = algo.mode != "actor_only"
     if trains_video and env.replan_steps % 4:
         raise ValueError(

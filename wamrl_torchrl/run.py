@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -26,15 +27,15 @@ from wamrl_torchrl.data.episodes import EpisodeStore
 from wamrl_torchrl.data.starts import StartStates
 from wamrl_torchrl.demos import MAX_ENV_SEED, make_demonstrations
 from wamrl_torchrl.envs.episodes import EpisodePlan
-from wamrl_torchrl.learner import ActorUpdate, ParameterWatch, VideoUpdate
+from wamrl_torchrl.learner import ActorUpdate, ParameterWatch, VideoUpdate, is_half
 from wamrl_torchrl.modules.checkpoint import CONFIG_FILE, load_policy, save_policy
-from wamrl_torchrl.modules.fastwam.weights import check_tensors
 from wamrl_torchrl.modules.lora import add_video_lora
 from wamrl_torchrl.modules.policy import FlowPolicy
 from wamrl_torchrl.modules.trainable import set_actor_training
 from wamrl_torchrl.objectives.transforms import GroupAdvantage, ReconstructionReward
 from wamrl_torchrl.pretrain import pretrain
 from wamrl_torchrl.report import metric_table
+from wamrl_torchrl.tensor_files import check_tensors
 
 
 class Start(NamedTuple):
@@ -66,6 +67,10 @@ def prepare_start(config: RunConfig, console: Console) -> Start:
         if config.algo.curriculum.fraction:
             raise ValueError("algo.curriculum.fraction > 0 needs demonstrations, but model.policy was given")
         return Start(Path(config.model.policy), None)
+    if config.model.preset == "libero":
+        raise ValueError(
+            "model.preset=libero is not trained from scratch here: give model.policy (wamrl-weights import)"
+        )
     if (directory / "demos").exists():
         demos = EpisodeStore.load(directory / "demos")
         console.print(f"{len(demos)} demonstrations from {directory / 'demos'}")
@@ -95,6 +100,7 @@ def check_recipe(config: RunConfig, directory: Path) -> None:
         "seed": config.seed,
         "model.preset": config.model.preset,
         "model.policy": config.model.policy,
+        "model.contexts": config.model.contexts,
         "env": world,
         "demos": asdict(config.demos),
         "pretrain": asdict(config.pretrain),
@@ -159,6 +165,11 @@ class Run:
             console.print(f"Reverse curriculum: {share:.0%} of the groups start along demonstrations.")
 
         self.policy = fit_policy(policy, config)
+        if is_half(policy) and config.model.actor.kind != "lora":
+            console.print(
+                f"[yellow]The weights are {policy.model.dtype} without fp32 master weights: steps smaller than about "
+                f"0.4 % of a weight round away. model.actor.kind=lora trains fp32 adapters.[/yellow]"
+            )
         torch.manual_seed(config.seed)
         add_video_lora(policy.model, config.model.lora)
         set_actor_training(policy.model, config.model.actor)
@@ -362,29 +373,58 @@ class StoredEpisodes:
 
 
 class TrainedWeights:
-    """State of what a run trains of its policy; the frozen rest, most of a big model, is where the run started from."""
+    """State of what a run trains of its policy; the frozen rest, most of a big model, is where the run started from.
+
+    Of the frozen rest a fingerprint is kept, so that a run is not continued on other weights.
+    """
 
     def __init__(self, policy: FlowPolicy) -> None:
         self._policy = policy
+
+    def _fingerprint(self) -> list[float]:
+        """Sums, magnitudes and squares of all that is not trained, statistics and contexts included."""
+        frozen = [p for p in self._policy.parameters() if not p.requires_grad]
+        frozen += [b for name, b in self._policy.named_buffers() if name != "version" and b.is_floating_point()]
+        sums = [torch.stack((t.double().sum(), t.double().abs().sum(), t.double().square().sum())) for t in frozen]
+        return torch.stack(sums).sum(0).tolist()
+
+    def _options(self) -> dict[str, Any]:
+        model = self._policy.model
+        parts = {"lora": model.lora, "actor": model.actor_training}
+        return {name: None if part is None else asdict(part) for name, part in parts.items()}
 
     def _tensors(self) -> dict[str, Tensor]:
         trained = {name: p.detach() for name, p in self._policy.named_parameters() if p.requires_grad}
         return {**trained, "version": self._policy.version}
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Trainable parameters and the version."""
-        return self._tensors()
+    def state_dict(self) -> dict[str, Any]:
+        """Trainable parameters and the version, and what the rest was."""
+        described = json.dumps({"options": self._options(), "frozen": self._fingerprint()})
+        return {"tensors": self._tensors(), "described": described}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`.
 
         Raises:
-            ValueError: the checkpoint was made with other trained parts (tensors are named).
+            ValueError: the checkpoint was made with other trained parts or adapters, or on other frozen weights.
         """
-        own = self._tensors()
-        check_tensors(own, state, "the checkpoint (was model.lora or model.actor changed?)")
+        described, own = json.loads(state["described"]), self._tensors()
+        if described["options"] != json.loads(json.dumps(self._options())):
+            raise ValueError(
+                f"the checkpoint was made with {described['options']}, this run has {self._options()}: model.lora and "
+                "model.actor must stay as they were"
+            )
+        check_tensors(own, state["tensors"], "the checkpoint", what="what this run trains")
+        before, now = described["frozen"], self._fingerprint()
+        if any(abs(a - b) > 1e-9 * before[1] for a, b in zip(before[:2], now[:2], strict=True)) or not math.isclose(
+            before[2], now[2], rel_tol=1e-9
+        ):
+            raise ValueError(
+                "the checkpoint was made on other frozen weights, statistics or contexts than this run has: was the "
+                "policy at model.policy replaced, or model.contexts?"
+            )
         for name, tensor in own.items():
-            tensor.copy_(state[name])
+            tensor.copy_(state["tensors"][name])
 
 
 class OwnBuffers:

@@ -110,7 +110,7 @@ def check_parity(run: Run, rollout: TensorDictBase) -> dict[str, float]:
     name, value, limit = ("gap", found.gap, algo.parity_gap)
     if is_half(run.policy):
         name, value, limit = ("kl", found.kl, algo.parity_kl)
-    if value > limit:
+    if not value <= limit:  # NaN is no agreement
         raise RuntimeError(
             f"log-probs of rollout and learner differ ({name} {value:.3g}, more than algo.parity_{name}={limit:g}): "
             "stale weights, another schedule, or train/eval mode"

@@ -20,7 +20,7 @@ from wamrl_torchrl.modules.checkpoint import CONFIG_FILE, TENSOR_FILE, load_poli
 from wamrl_torchrl.modules.fastwam.codec import TinyCodec, make_codec
 from wamrl_torchrl.modules.fastwam.config import ACTION_MODES, PRESETS, FastWAMConfig, preset
 from wamrl_torchrl.modules.fastwam.released import ForeignCheckpoint, load_checkpoint, read_checkpoint, save_released
-from wamrl_torchrl.modules.policy import FlowPolicy
+from wamrl_torchrl.modules.policy import FlowPolicy, IDMConfig
 from wamrl_torchrl.report import metric_table
 
 TABLETOP = "tabletop"
@@ -64,16 +64,20 @@ def import_weights(args: argparse.Namespace, console: Console) -> None:
     with console.status(f"reading {checkpoint.path}"):
         model = load_checkpoint(checkpoint, config, codec, contexts, dtype=DTYPES[args.dtype])
     with console.status(f"writing {args.out}"):
-        save_policy(FlowPolicy(model, stats), args.out)
+        idm = None if "first_frame" in config.action_modes else IDMConfig()
+        save_policy(FlowPolicy(model, stats, idm=idm), args.out)
     show_policy(args.out, console)
 
 
 def export_weights(args: argparse.Namespace, console: Console) -> None:
     """Write a policy's weights in the released layout, adapters merged, and its statistics beside them."""
+    stats = args.out.with_name(f"{args.out.stem}_dataset_stats.json")
+    for path in (args.out, stats):
+        if path.exists() and not args.overwrite:
+            raise FileExistsError(f"{path} exists already; choose another --out, or --overwrite it")
     policy = load_policy(args.policy, codec=TinyCodec())  # no frames are coded
     with console.status(f"writing {args.out}"):
         save_released(policy.model, args.out)
-        stats = args.out.with_name(f"{args.out.stem}_dataset_stats.json")
         policy.stats.to_json(stats)
     console.print(f"weights {args.out}\nstatistics {stats}")
 
@@ -150,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     export.set_defaults(run=export_weights)
     export.add_argument("--policy", required=True, type=Path, metavar="PATH", help="policy directory")
     export.add_argument("--out", required=True, type=Path, metavar="FILE", help=".pt file to write")
+    export.add_argument("--overwrite", action="store_true", help="replace what is at --out")
     shows = commands.add_parser("show", help="describe a policy directory or a checkpoint")
     shows.set_defaults(run=show)
     shows.add_argument("path", type=Path)

@@ -9,7 +9,7 @@ from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.conftest import make_model, make_states
+from tests.conftest import make_model, make_states, randomize_adapters
 from wamrl_torchrl.modules import adapter_files
 from wamrl_torchrl.modules.adapter_files import load_adapters, save_adapters
 from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora, video_parameters
@@ -21,23 +21,15 @@ SOME = VideoLoRA(rank=2, projections=("q", "o"), ffn=True, blocks=(1, 3))
 ACTOR_LORA = ActorTraining(kind="lora", rank=2, projections=("k", "v"), cross_attention=True)
 
 
-def randomize(module) -> None:
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if ".lora_" in name:
-                parameter.normal_(std=0.2)
-
-
 def adapted_model(lora=EVERYWHERE):
     model = add_video_lora(make_model(), lora)
-    randomize(model)
+    randomize_adapters(model)
     return model
 
 
 def actor_model():
     model = set_actor_training(make_model(), ACTOR_LORA)
-    randomize(model)
+    randomize_adapters(model)
     return model
 
 
@@ -88,7 +80,7 @@ class TestRoundTrip:
 
     def test_both_experts_beside_each_other(self, tmp_path):
         model = set_actor_training(add_video_lora(make_model(), SOME), ACTOR_LORA)
-        randomize(model)
+        randomize_adapters(model)
         save_adapters(model, tmp_path / "video")
         save_adapters(model, tmp_path / "action", expert="action")
         fresh = load_adapters(make_model(), tmp_path / "action", expert="action")
@@ -98,10 +90,10 @@ class TestRoundTrip:
 
     def test_half_precision(self, tmp_path):
         model = add_video_lora(make_model().bfloat16(), SOME)
-        randomize(model)
+        randomize_adapters(model)
         fresh = load_adapters(make_model().bfloat16(), save_adapters(model, tmp_path))
         pairs = zip(video_parameters(fresh), video_parameters(model), strict=True)
-        assert all(a.dtype == torch.bfloat16 and torch.equal(a, b) for a, b in pairs)
+        assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in pairs)
 
     def test_spelled_out_defaults_are_the_same_adapters(self, tmp_path):
         lora = VideoLoRA(rank=2, alpha=2, blocks=(0, 4))
@@ -152,7 +144,7 @@ class TestStockPeft:
     def test_we_read_what_it_writes(self, tmp_path, options, expected):
         theirs = make_model()
         wrapped = get_peft_model(theirs.mot.video, LoraConfig(**options))
-        randomize(wrapped)
+        randomize_adapters(wrapped)
         wrapped.save_pretrained(str(tmp_path))
         wrapped.eval()
         ours = load_adapters(make_model(), tmp_path)
@@ -187,8 +179,9 @@ class TestWriting:
             save_adapters(adapted_model(SOME), saved)
         assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
 
-    def test_a_stop_between_the_files_never_leaves_a_mixture(self, saved, monkeypatch):
-        """The scale is in the one file and the tensors in the other; their shapes would not tell."""
+    @pytest.fixture
+    def stopped(self, saved, monkeypatch):
+        """Save over ``saved`` and be stopped before the second file is in its place."""
         replace = Path.replace
 
         def stop(path, target):
@@ -196,26 +189,24 @@ class TestWriting:
                 raise KeyboardInterrupt
             return replace(path, target)
 
-        monkeypatch.setattr(Path, "replace", stop)
-        with pytest.raises(KeyboardInterrupt):
-            save_adapters(adapted_model(VideoLoRA(rank=3, alpha=9, cross_attention=True, ffn=True)), saved)
+        def save(model):
+            monkeypatch.setattr(Path, "replace", stop)
+            with pytest.raises(KeyboardInterrupt):
+                save_adapters(model, saved)
+
+        return save
+
+    def test_a_stop_between_the_files_never_leaves_a_mixture(self, saved, stopped):
+        """The scale is in the one file and the tensors in the other; their shapes would not tell."""
+        stopped(adapted_model(VideoLoRA(rank=3, alpha=9, cross_attention=True, ffn=True)))
         with pytest.raises(FileNotFoundError, match=CONFIG):
             load_adapters(make_model(), saved)
 
-    def test_a_stop_between_the_files_of_equal_adapters_leaves_whole_ones(self, saved, monkeypatch):
+    def test_a_stop_between_the_files_of_equal_adapters_leaves_whole_ones(self, saved, stopped):
         model = adapted_model()
         with torch.no_grad():
             video_parameters(model)[0].add_(1)
-        replace = Path.replace
-
-        def stop(path, target):
-            if path.name == CONFIG:
-                raise KeyboardInterrupt
-            return replace(path, target)
-
-        monkeypatch.setattr(Path, "replace", stop)
-        with pytest.raises(KeyboardInterrupt):
-            save_adapters(model, saved)
+        stopped(model)
         assert torch.equal(velocity(load_adapters(make_model(), saved)), velocity(model))
 
     @pytest.mark.parametrize(("expert", "message"), [("video", "add_video_lora"), ("action", "kind 'lora'")])
@@ -257,30 +248,21 @@ class TestRefusals:
         refused(FileNotFoundError, f"{name} is missing")
 
     @pytest.mark.parametrize("name", [CONFIG, TENSORS])
-    @pytest.mark.parametrize("content", [b"no adapters", b"[1]"])
-    def test_a_damaged_file(self, saved, refused, name, content):
-        (saved / name).write_bytes(content)
+    def test_a_damaged_file(self, saved, refused, name):
+        (saved / name).write_bytes(b"[1]")
         refused(ValueError, f"cannot read .*{name}")
 
-    @pytest.mark.parametrize("change", ["missing", "extra", "shape"])
-    def test_tensors_that_do_not_fit(self, saved, refused, change):
+    def test_tensors_that_do_not_fit(self, saved, refused):
         tensors = load_file(saved / TENSORS)
-        name = "base_model.model.blocks.2.ffn.0.lora_B.weight"
-        if change == "missing":
-            del tensors[name]
-            message = f"{name} is missing"
-        elif change == "extra":
-            tensors["base_model.model.head.head.lora_A.weight"] = torch.zeros(3, 64)
-            message = r"base_model.model.head.head.lora_A.weight is unexpected"
-        else:
-            tensors[name] = torch.zeros(191, 3)
-            message = rf"{name} has shape \(191, 3\), expected \(192, 3\)"
+        block = "base_model.model.blocks.2.ffn.0"
+        del tensors[f"{block}.lora_A.weight"]
+        tensors |= {f"{block}.lora_B.weight": torch.zeros(191, 3), f"{block}.lora_B.bias": torch.zeros(3)}
         save_file(tensors, saved / TENSORS)
-        refused(ValueError, message)
-
-    def test_many_problems_are_counted(self, saved, refused):
-        save_file({}, saved / TENSORS)
-        refused(ValueError, "and 75 more")  # two factors on ten layers of four blocks, five of them named
+        problems = (
+            f"{block}.lora_A.weight is missing; {block}.lora_B.bias is unexpected; "
+            rf"{block}.lora_B.weight has shape \(191, 3\), expected \(192, 3\)$"
+        )
+        refused(ValueError, f"{TENSORS} does not fit the VideoExpert: {problems}")
 
     @pytest.mark.parametrize(
         ("fields", "message"),

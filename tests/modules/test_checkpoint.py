@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.conftest import make_policy, make_states
 from wamrl_torchrl.modules.checkpoint import CONFIG_FILE, TENSOR_FILE, load_policy, save_policy
@@ -55,19 +54,6 @@ class TestBadFiles:
         config["model"]["action"]["hidden_dim"] = 48
         (saved / CONFIG_FILE).write_text(json.dumps(config))
         with pytest.raises(ValueError, match=r"mixtures.action.*has shape \(64, 32\), expected \(48, 32\)"):
-            load_policy(saved)
-
-    @pytest.mark.parametrize("change", ["missing", "extra"])
-    def test_missing_and_unexpected_tensors(self, saved, change):
-        tensors = load_file(saved / TENSOR_FILE)
-        if change == "missing":
-            del tensors["model.proprio_encoder.bias"]
-            name = "model.proprio_encoder.bias is missing"
-        else:
-            tensors["surplus"] = torch.zeros(1)
-            name = "surplus is unexpected"
-        save_file(tensors, saved / TENSOR_FILE)
-        with pytest.raises(ValueError, match=name):
             load_policy(saved)
 
     def test_damaged_file(self, saved):

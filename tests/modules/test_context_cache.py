@@ -82,16 +82,6 @@ class TestRoundTrip:
         assert torch.equal(read_context_cache(path).contexts, torch.ones(3, 8, 16))
         assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
-    def test_a_write_that_fails_leaves_the_file(self, path, monkeypatch):
-        def fail(tensors, temporary, metadata):
-            temporary.write_bytes(b"half")
-            raise OSError("disk full")
-
-        monkeypatch.setattr("wamrl_torchrl.modules.fastwam.context_cache.save_file", fail)
-        with pytest.raises(OSError, match="disk full"):
-            write_context_cache(replace(make_cache(), contexts=torch.ones(3, 8, 16)), path)
-        assert torch.equal(read_context_cache(path).contexts, make_cache().contexts)
-
 
 class TestContent:
     def test_missing_and_select(self):
@@ -138,9 +128,8 @@ class TestBadFiles:
         with pytest.raises(ValueError, match=f"contexts in {path} are damaged"):
             read_context_cache(path)
 
-    @pytest.mark.parametrize("content", [b"", b"not tensors at all", None])
-    def test_not_safetensors(self, path, content):
-        path.write_bytes(path.read_bytes()[:-10] if content is None else content)
+    def test_cut_short(self, path):
+        path.write_bytes(path.read_bytes()[:-10])
         with pytest.raises(ValueError, match=f"cannot read the context cache {path}"):
             read_context_cache(path)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 
-from tests.conftest import make_model, make_policy, make_record, make_states
+from tests.conftest import make_model, make_policy, make_record, make_states, randomize_adapters
 from wamrl_torchrl.modules.fastwam.codec import TinyCodec
 from wamrl_torchrl.modules.fastwam.config import preset
 from wamrl_torchrl.modules.fastwam.context import ContextBank
@@ -26,14 +26,6 @@ from wamrl_torchrl.modules.trainable import ActorTraining, set_actor_training
 
 EVERYWHERE = VideoLoRA(rank=4, cross_attention=True, ffn=True)
 ACTOR_LORA = ActorTraining(kind="lora", rank=3, alpha=6, projections=("q", "o"), ffn=True, blocks=(1, 3))
-
-
-def randomize(model, std: float = 0.2) -> None:
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_" in name:
-                parameter.normal_(std=std)
 
 
 def adapted_layers(expert) -> set[str]:
@@ -135,7 +127,7 @@ class TestAdapters:
         states = make_states(3)
         base = act(make_model(), states)[0]
         model = add_video_lora(make_model(), lora)
-        randomize(model)
+        randomize_adapters(model)
         assert not torch.equal(act(model, states)[0], base)
         with adapters_disabled(model.mot.video):
             assert torch.equal(act(model, states)[0], base)
@@ -145,10 +137,10 @@ class TestAdapters:
     def test_only_adapters_of_the_module_are_disabled(self):
         states = make_states(3)
         actor_alone = set_actor_training(make_model(), ACTOR_LORA)
-        randomize(actor_alone)
+        randomize_adapters(actor_alone)
         base_video, adapted_action = act(actor_alone, states)
         model = add_video_lora(set_actor_training(make_model(), ACTOR_LORA), EVERYWHERE)
-        randomize(model)
+        randomize_adapters(model)
         model.mot.action.load_state_dict(actor_alone.mot.action.state_dict())
         with adapters_disabled(model.mot.video):
             assert all(p.requires_grad for p in actor_parameters(model))
@@ -184,7 +176,7 @@ class TestAdapters:
 
     def test_equal_ones_are_kept_and_others_refused(self):
         model = add_video_lora(make_model(), VideoLoRA(rank=2))
-        randomize(model)
+        randomize_adapters(model)
         before = [parameter.clone() for parameter in video_parameters(model)]
         for same in (VideoLoRA(rank=2), VideoLoRA(rank=2, alpha=2, blocks=(0, 4))):
             add_video_lora(model, same)
@@ -205,7 +197,7 @@ class TestAdapters:
 def adapted_model(dtype: torch.dtype = torch.float32) -> FastWAM:
     lora = VideoLoRA(rank=4, alpha=6, cross_attention=True, ffn=True, blocks=(0, 3))
     model = set_actor_training(add_video_lora(make_model().to(dtype), lora), ACTOR_LORA)
-    randomize(model, std=0.1)
+    randomize_adapters(model, std=0.1)
     return model
 
 

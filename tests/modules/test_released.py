@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from dataclasses import replace
 
 import pytest
@@ -142,16 +141,29 @@ class TestActionShift:
             load(path)
 
     def test_lerobot_config_tells(self, tmp_path):
-        tensors = {
-            f"model.{name}": value for name, value in make_model().state_dict().items() if "contexts" not in name
-        }
-        save_file(tensors, tmp_path / "model.safetensors")
-        (tmp_path / "config.json").write_text(json.dumps({"action_scheduler": {"infer_shift": 5.0}}))
+        save_file(older_lerobot(make_model()), tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(
+            json.dumps({"action_scheduler": {"train_shift": 5.0, "infer_shift": 5.0}})
+        )
         with pytest.raises(ValueError, match=r"action_shift 5.0"):
             load(tmp_path)
         (tmp_path / "config.json").write_text("{}")
-        with pytest.raises(ValueError, match=r"action_scheduler.infer_shift"):
+        with pytest.raises(ValueError, match=r"action_scheduler.train_shift"):
             load(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"sigma_shift": 1.0}, r"train_shift is 5.0, but .*\[None, 1.0\]"),
+            ({"normalization_mapping": {"STATE": "MEAN_STD", "ACTION": "MIN_MAX"}}, "'STATE': 'MEAN_STD'"),
+            ({"use_relative_actions": True}, "use_relative_actions"),
+        ],
+    )
+    def test_a_lerobot_policy_that_acts_otherwise_is_refused(self, tmp_path, change, message):
+        save_file(older_lerobot(make_model()), tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps({"action_scheduler": {"train_shift": 5.0}, **change}))
+        with pytest.raises(ValueError, match=message):
+            read_checkpoint(tmp_path)
 
     def test_unknown_files_tell_nothing(self, tmp_path):
         torch.save(payload(make_model()), tmp_path / "other.pt")
@@ -164,33 +176,17 @@ class Unsafe:
 
 
 class TestRefused:
-    @pytest.mark.parametrize("part", ["mot", "proprio_encoder"])
-    def test_missing_extra_and_wrong_size_by_name(self, tmp_path, part):
-        name = {"mot": "mixtures.action.blocks.2.ffn.0.weight", "proprio_encoder": "weight"}[part]
-        for change, message in (
-            (lambda state: state.pop(name), f"{part}.{name} is missing"),
-            (lambda state: state.update(surplus=torch.zeros(1)), f"{part}.surplus is unexpected"),
-            (lambda state: state.update({name: torch.zeros(3, 5)}), rf"{part}.{name} has shape \(3, 5\), expected"),
-            (
-                lambda state: state.update({name: state[name].long()}),
-                f"{part}.{name} is torch.int64, expected torch.float",
-            ),
-        ):
-            content = payload(make_model())
-            content[part] = dict(content[part])
-            change(content[part])
-            torch.save(content, tmp_path / "bad.pt")
-            with pytest.raises(ValueError, match=f"bad.pt does not fit the model: .*{message}"):
-                load(tmp_path / "bad.pt")
-
-    def test_many_mismatches_are_counted(self, tmp_path):
-        other = preset("tiny", image_size=IMAGE_SIZE)
-        other = replace(other, action=replace(other.action, hidden_dim=48))
-        torch.save(payload(make_model()), tmp_path / "bad.pt")
-        with pytest.raises(
-            ValueError, match=r"bias has shape \(64,\), expected \(48,\).* and 72 more"
-        ):
-            load(tmp_path / "bad.pt", other)
+    def test_tensors_that_do_not_fit_are_named_as_in_the_model(self, tmp_path):
+        content = payload(make_model())
+        content["mot"] = {**content["mot"], "mixtures.action.blocks.2.ffn.0.weight": torch.zeros(3, 5)}
+        content["proprio_encoder"] = {"weight": content["proprio_encoder"]["weight"], "surplus": torch.zeros(1)}
+        torch.save(content, tmp_path / "bad.pt")
+        problems = (
+            "proprio_encoder.bias is missing; proprio_encoder.surplus is unexpected; "
+            r"mot.mixtures.action.blocks.2.ffn.0.weight has shape \(3, 5\), expected \(192, 64\)$"
+        )
+        with pytest.raises(ValueError, match=f"bad.pt does not fit the model: {problems}"):
+            load(tmp_path / "bad.pt")
 
     def test_missing_and_unknown_fields(self, tmp_path):
         content = payload(make_model(), optimizer={})
@@ -199,7 +195,7 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"lacks \['proprio_encoder'\] and has unknown \['optimizer'\]"):
             load(tmp_path / "bad.pt")
         torch.save(payload(make_model(), mot=[1]), tmp_path / "bad.pt")
-        with pytest.raises(ValueError, match="'mot' must be a dict of tensors, found list"):
+        with pytest.raises(ValueError, match="'mot' must hold tensors by name, found list"):
             load(tmp_path / "bad.pt")
         torch.save([1], tmp_path / "bad.pt")
         with pytest.raises(ValueError, match="must hold a dict, found list"):
@@ -207,39 +203,18 @@ class TestRefused:
 
     def test_code_is_not_run(self, tmp_path, capsys):
         torch.save(payload(make_model(), step=Unsafe()), tmp_path / "bad.pt")
-        with pytest.raises(ValueError, match=r"bad.pt holds more than plain tensors.*refused"):
+        with pytest.raises(ValueError, match=r"bad.pt.*would run code"):
             load(tmp_path / "bad.pt")
         assert "code was run" not in capsys.readouterr().out
 
-    @pytest.mark.parametrize("damage", ["cut", "text", "old", "empty"])
-    def test_damaged_files(self, written, damage):
-        content = written.read_bytes()
-        if damage == "old":
-            torch.save({"mot": {}}, written, _use_new_zipfile_serialization=False)
-        else:
-            written.write_bytes(
-                {"cut": content[: len(content) // 2], "text": b"not a checkpoint", "empty": b""}[damage]
-            )
-        with pytest.raises(ValueError, match=OPTIONAL_IDM):
-            load(written)
-
-    def test_damaged_and_foreign_safetensors(self, tmp_path):
-        path = tmp_path / "model.safetensors"
-        path.write_bytes(b"0123456789")
-        with pytest.raises(ValueError, match="damaged"):
-            load(path)
-        save_file({"encoder.weight": torch.zeros(2)}, path)
+    def test_foreign_safetensors(self, tmp_path):
+        save_file({"encoder.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match=r"must start with 'model.', found 'encoder.weight'"):
-            load(path)
+            load(tmp_path)
 
     def test_no_file(self, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"nothing.pt"):
             load(tmp_path / "nothing.pt")
-
-    def test_pickle_of_another_kind(self, tmp_path):
-        (tmp_path / "bad.pt").write_bytes(pickle.dumps({"mot": Unsafe()}))
-        with pytest.raises(ValueError, match=r"bad.pt"):
-            load(tmp_path / "bad.pt")
 
     def test_a_failed_save_leaves_the_old_file(self, tmp_path, monkeypatch):
         path = save_released(make_model(seed=1), tmp_path / "mine.pt")

@@ -114,7 +114,7 @@ def tokenizer(tmp_path_factory) -> PreTrainedTokenizerFast:
 
 class TestLoad:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("name", ["encoder", "encoder.pth", "encoder.safetensors"])
+    @pytest.mark.parametrize("name", ["encoder", "encoder.pth"])
     def test_every_file_gives_the_same_encodings(self, tmp_path, tokenizer, encoder, name, dtype):
         loaded = load_text_encoder(save_encoder(encoder, tmp_path / name), device="cpu", dtype=dtype)
         expected = encode_prompts(make_encoder().to(dtype), tokenizer, PROMPTS, length=LENGTH)
@@ -172,61 +172,33 @@ class TestLoad:
         text = json.dumps(header, separators=(",", ":"))
         assert 8 + math.ceil(len(text) / 8) * 8 + end == 11_361_845_432
 
-    @pytest.mark.parametrize("name", ["encoder", "encoder.pth", "encoder.safetensors"])
-    def test_missing_unexpected_and_misshapen_tensors_are_named(self, tmp_path, encoder, name):
+    @pytest.mark.parametrize("name", ["encoder", "encoder.safetensors"])
+    def test_tensors_that_do_not_fit_are_named_as_in_the_file(self, tmp_path, encoder, name):
         path = save_encoder(encoder, tmp_path / name)
+        file, block = path, "blocks.1.ffn"
+        up, gate = f"{block}.fc1.weight", f"{block}.gate.0.weight"
         if path.is_dir():
-            file, block = path / "model.safetensors", "encoder.block.1.layer.1.DenseReluDense.wi_0"
-        else:
-            file, block = path, "blocks.1.ffn.gate.0"
-        tensors = torch.load(file) if file.suffix == ".pth" else load_file(file)
-        changes = {
-            "is missing": lambda: tensors.pop(f"{block}.weight"),
-            "has shape": lambda: tensors.update({f"{block}.weight": torch.zeros(48, 31)}),
-            "is unexpected": lambda: tensors.update({f"{block}.weight": whole, f"{block}.bias": torch.zeros(48)}),
-        }
-        whole = tensors[f"{block}.weight"]
-        for problem, change in changes.items():
-            change()
-            if file.suffix == ".pth":
-                torch.save(tensors, file)
-            else:
-                save_file(tensors, file, metadata={"format": "pt"})
-            parameter = "bias" if problem == "is unexpected" else "weight"
-            with pytest.raises(ValueError, match=rf"{path.name}.*{block}\.{parameter} {problem}"):
-                load_text_encoder(path, device="cpu")
+            file, block = path / "model.safetensors", "encoder.block.1.layer.1.DenseReluDense"
+            up, gate = f"{block}.wi_1.weight", f"{block}.wi_0.weight"
+        tensors = load_file(file)
+        del tensors[up]
+        save_file({**tensors, f"{block}.x": torch.zeros(48), gate: torch.zeros(48, 31)}, file, {"format": "pt"})
+        shape = rf"{gate} has shape \(48, 31\), expected \(48, 32\)"
+        message = rf"{path} does not fit a umT5 encoder: {up} is missing; {block}.x is unexpected; {shape}$"
+        with pytest.raises(ValueError, match=message):
+            load_text_encoder(path, device="cpu")
 
-    def test_quantised_weights_are_refused(self, tmp_path, encoder):
-        tensors = wan_tensors(encoder)
-        tensors["blocks.2.attn.k.weight"] = tensors["blocks.2.attn.k.weight"].to(torch.float8_e4m3fn)
-        torch.save(tensors, tmp_path / "encoder.pth")
-        with pytest.raises(ValueError, match=r"blocks.2.attn.k.weight has dtype torch.float8_e4m3fn"):
-            load_text_encoder(tmp_path / "encoder.pth", device="cpu")
-
-    @pytest.mark.parametrize("name", ["encoder.pth", "encoder.safetensors", "encoder"])
+    @pytest.mark.parametrize("name", ["encoder.pth", "encoder"])
     def test_damaged_file(self, tmp_path, encoder, name):
         path = save_encoder(encoder, tmp_path / name)
         file = path / "model.safetensors" if path.is_dir() else path
         file.write_bytes(file.read_bytes()[:-1000])
-        with pytest.raises(ValueError, match=path.name):
+        with pytest.raises(ValueError, match=f"cannot read .*{path}"):
             load_text_encoder(path, device="cpu")
 
-    def test_pickle_that_needs_code(self, tmp_path, encoder):
-        torch.save({"token_embedding.weight": torch.zeros(2, 2), "run": Path("/")}, tmp_path / "encoder.pth")
-        with pytest.raises(ValueError, match=r"encoder.pth holds objects that would run code"):
-            load_text_encoder(tmp_path / "encoder.pth", device="cpu")
-
-    @pytest.mark.parametrize(
-        ("content", "message"),
-        [
-            ({"model": {"weight": torch.zeros(1)}}, r"must hold tensors by name, found keys \['model'\]"),
-            ([torch.zeros(1)], "must hold tensors by name, found list"),
-            ({"conv.weight": torch.zeros(2)}, r"no umT5 encoder in Wan's naming.*holds \['conv.weight'\]"),
-        ],
-    )
-    def test_other_content(self, tmp_path, content, message):
-        torch.save(content, tmp_path / "other.pth")
-        with pytest.raises(ValueError, match=message):
+    def test_file_of_another_model(self, tmp_path):
+        torch.save({"conv.weight": torch.zeros(2)}, tmp_path / "other.pth")
+        with pytest.raises(ValueError, match=r"no umT5 encoder in Wan's naming.*holds \['conv.weight'\]"):
             load_text_encoder(tmp_path / "other.pth", device="cpu")
 
     def test_directory_of_another_model(self, tmp_path):

@@ -6,7 +6,15 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from tests.conftest import IMAGE_SIZE, make_model, make_policy, make_record, make_states, make_stats
+from tests.conftest import (
+    make_model,
+    make_policy,
+    make_record,
+    make_states,
+    make_stats,
+    make_windows,
+    randomize_adapters,
+)
 from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora
 from wamrl_torchrl.modules.trainable import ActorTraining, actor_parameters, set_actor_training, video_parameters
 from wamrl_torchrl.objectives import ActionSFTLoss, FeatureKLLoss, VideoSFTLoss
@@ -62,21 +70,12 @@ KINDS = {
 EVERYWHERE = VideoLoRA(rank=2, cross_attention=True, ffn=True)
 
 
-def randomize(model) -> None:
-    """Adapters away from their start, where one factor is zero and so the gradient of the other."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_" in name:
-                parameter.normal_(std=0.2)
-
-
 def setup(model, training: ActorTraining | None, lora: VideoLoRA | None = EVERYWHERE):
     if lora is not None:
         add_video_lora(model, lora)
     if training is not None:
         set_actor_training(model, training)
-    randomize(model)
+    randomize_adapters(model)
     return model
 
 
@@ -85,16 +84,6 @@ def touched(model) -> set[str]:
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert all(gradient.any() for gradient in gradients.values())
     return set(gradients)
-
-
-def make_windows(batch: int = 3):
-    generator = torch.Generator().manual_seed(5)
-    windows = make_states(batch)
-    windows["video"] = torch.randint(0, 256, (batch, 9, 3, *IMAGE_SIZE), generator=generator, dtype=torch.uint8)
-    windows["image_is_pad"] = torch.zeros(batch, 9, dtype=torch.bool)
-    windows["actions"] = torch.rand(batch, 32, 7, generator=generator) * 2 - 1
-    windows["action_is_pad"] = torch.zeros(batch, 32, dtype=torch.bool)
-    return windows
 
 
 class TestOptions:

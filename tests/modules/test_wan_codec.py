@@ -11,21 +11,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import AutoencoderKLWan
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.conftest import IMAGE_SIZE, make_model, make_states
+from tests.modules.codec_contract import CodecContract, close, noise
 from wamrl_torchrl.modules.fastwam import wan_codec
 from wamrl_torchrl.modules.fastwam.codec import make_codec
 from wamrl_torchrl.modules.fastwam.wan_codec import LATENT_MEAN, LATENT_STD, WAN22_VAE, WanCodec
-
-diffusers = pytest.importorskip("diffusers", reason="needs the extra `wan`")
 
 
 def make_vae(seed: int = 0, **options):
     """The Wan2.2 VAE 20 to 32 times narrower, with random weights (1.05 M parameters)."""
     torch.manual_seed(seed)
-    return diffusers.AutoencoderKLWan(**{**WAN22_VAE, "base_dim": 8, "decoder_base_dim": 8, **options})
+    return AutoencoderKLWan(**{**WAN22_VAE, "base_dim": 8, "decoder_base_dim": 8, **options})
 
 
 def make_wan(**options) -> WanCodec:
@@ -35,15 +35,6 @@ def make_wan(**options) -> WanCodec:
 @pytest.fixture(scope="module")
 def codec() -> WanCodec:
     return make_wan()
-
-
-def noise(frames: int = 9, height: int = 32, width: int = 32, *, batch: int = 2, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (batch, 3, frames, height, width), dtype=torch.uint8, generator=generator)
-
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -62,51 +53,11 @@ class Spy:
         return self.function(values)
 
 
-class TestContract:
-    @pytest.mark.parametrize(("frames", "height", "width"), [(1, 16, 16), (5, 32, 64), (13, 16, 32)])
-    def test_shapes_and_dtypes(self, codec, frames, height, width):
-        latents = codec.encode(noise(frames, height, width))
-        assert latents.dtype == torch.float32
-        assert latents.shape == (2, 48, 1 + (frames - 1) // 4, height // 16, width // 16)
-        decoded = codec.decode(latents)
-        assert decoded.dtype == torch.float32
-        assert decoded.shape == (2, 3, frames, height, width)
-
-    def test_uint8_and_float_pixels_agree(self, codec):
-        frames = noise()
-        assert torch.equal(codec.encode(frames), codec.encode(frames.float() / 127.5 - 1))
-
-    def test_first_latent_is_the_single_image_latent(self, codec):
-        frames = noise()
-        close(codec.encode(frames)[:, :, :1], codec.encode(frames[:, :, :1]))
-
-    @pytest.mark.parametrize("changed", [1, 4, 5, 8])
-    def test_latents_are_causal(self, codec, changed):
-        """Latent k depends on the frames up to 4k; the next group has to see the change, later ones may."""
-        frames = noise(batch=1)
-        other = frames.clone()
-        other[:, :, changed] = 255 - other[:, :, changed]
-        same = (codec.encode(frames) == codec.encode(other)).transpose(0, 2).flatten(1).all(1).tolist()
-        group = (changed + 3) // 4
-        assert all(same[:group])
-        assert not same[group]
-
-    @pytest.mark.parametrize("kept", [1, 2])
-    def test_a_prefix_of_latents_decodes_to_the_prefix_of_frames(self, codec, kept):
-        latents = codec.encode(noise())
-        prefix = codec.decode(latents)[:, :, : 1 + 4 * (kept - 1)]
-        close(codec.decode(latents[:, :, :kept]), prefix)
-
-    def test_samples_of_a_batch_do_not_mix(self, codec):
-        frames = noise(batch=3)
-        latents = codec.encode(frames)
-        close(latents, torch.cat([codec.encode(clip[None]) for clip in frames]))
-        close(codec.decode(latents), torch.cat([codec.decode(clip[None]) for clip in latents]))
-
+class TestContract(CodecContract):
     def test_an_empty_batch(self, codec):
         latents = codec.encode(noise(5, batch=0))
-        assert latents.shape == (0, 48, 2, 2, 2)
-        assert codec.decode(latents).shape == (0, 3, 5, 32, 32)
+        assert latents.shape == (0, 48, 2, 1, 2)
+        assert codec.decode(latents).shape == (0, 3, 5, 16, 32)
 
     def test_frames_before_colours_in_memory(self, codec):
         frames = noise()
@@ -120,11 +71,6 @@ class TestContract:
         codec.decode(codec.encode(noise(9, seed=1)))
         assert torch.equal(codec.encode(frames), latents)
         assert torch.equal(codec.decode(latents), decoded)
-
-    @pytest.mark.parametrize("frames", [torch.zeros(1, 3, 4, 16, 16), torch.full((1, 3, 1, 16, 16), 255.0)])
-    def test_bad_input_is_refused(self, codec, frames):
-        with pytest.raises(ValueError, match=r"T=4|\[255, 255\]"):
-            codec.encode(frames)
 
 
 class TestLatents:
@@ -153,23 +99,10 @@ class TestLatents:
         close(spy.inputs[0], raw)
         close(decoded, spy.function(raw).sample)
 
-    def test_pixels_are_clamped(self, codec):
-        latents = 1000 * torch.randn(1, 48, 2, 2, 2, generator=torch.Generator().manual_seed(0))
-        decoded = codec.decode(latents)
-        assert (decoded.min(), decoded.max()) == (-1, 1)
-
-    def test_autocast_does_not_lower_the_precision(self, codec):
-        frames = noise(5)
-        latents = codec.encode(frames)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.equal(codec.encode(frames), latents)
-            decoded = codec.decode(latents)
-        assert torch.equal(decoded, codec.decode(latents))
-
     def test_bfloat16_is_close(self, codec):
         """Measured: 0.6 % of the standard deviation of the latents, 1.3 % of that of the pixels."""
         low = make_wan(dtype=torch.bfloat16)
-        frames = noise()
+        frames = noise(9, 32, 32)
         latents = codec.encode(frames)
         assert 0 < relative_error(low.encode(frames), latents) < 0.02
         assert 0 < relative_error(low.decode(latents), codec.decode(latents)) < 0.02
@@ -194,17 +127,18 @@ class TestOptions:
         assert [len(values) for values in parts.vae.decode.inputs] == sizes
 
     def test_channels_last_changes_the_layout_alone(self, codec):
-        last = make_wan(channels_last=True)
-        weights = [weight for weight in last.vae.parameters() if weight.ndim == 5]
+        weights = [weight for weight in codec.vae.parameters() if weight.ndim == 5]
         assert weights
         assert all(weight.is_contiguous(memory_format=torch.channels_last_3d) for weight in weights)
+        first = make_wan(channels_last=False)
+        assert all(weight.is_contiguous() for weight in first.vae.parameters())
         frames = noise()
         latents = codec.encode(frames)
-        close(last.encode(frames), latents)
-        close(last.decode(latents), codec.decode(latents))
+        close(first.encode(frames), latents)
+        close(first.decode(latents), codec.decode(latents))
 
     def test_channels_last_lasts(self):
-        last = copy.deepcopy(make_wan(channels_last=True)).bfloat16().to("meta")
+        last = copy.deepcopy(make_wan()).bfloat16().to("meta")
         weight = last.vae.decoder.conv_in.weight
         assert weight.is_contiguous(memory_format=torch.channels_last_3d)
         assert not weight.is_contiguous()
@@ -275,7 +209,7 @@ class TestOwner:
         assert owner[1].weight.dtype == torch.bfloat16
         assert {(weight.device.type, weight.dtype) for weight in codec.vae.parameters()} == {("meta", torch.float32)}
         latents = codec.encode(noise().to("meta"))
-        assert (latents.device.type, latents.shape) == ("meta", (2, 48, 3, 2, 2))
+        assert (latents.device.type, latents.shape) == ("meta", (2, 48, 3, 1, 2))
 
     def test_emptying_the_owner_keeps_the_weights(self):
         codec = make_wan()
@@ -286,7 +220,7 @@ class TestOwner:
 
     @pytest.mark.parametrize("copied", [copy.deepcopy, lambda codec: pickle.loads(pickle.dumps(codec))])
     def test_a_copy_is_equal_and_independent(self, copied):
-        codec = make_wan(batch_size=2, channels_last=True, source="a.pth")
+        codec = make_wan(batch_size=2, source="a.pth")
         frames = noise(5)
         latents = codec.encode(frames)
         other = copied(codec)
@@ -385,14 +319,11 @@ def write(state: dict[str, Tensor], path: Path) -> Path:
 
 
 class TestFromFile:
-    @pytest.fixture(params=["original.pth", "original.safetensors", "diffusers.safetensors", "old.pt", "directory"])
+    @pytest.fixture(params=["original.pth", "diffusers.safetensors", "directory"])
     def path(self, request, tmp_path) -> Path:
         vae, path = make_vae(), tmp_path / request.param
         if request.param == "directory":
             vae.save_pretrained(path)
-            return path
-        if request.param == "old.pt":
-            torch.save(original_state(vae), path, _use_new_zipfile_serialization=False)
             return path
         return write(original_state(vae) if "original" in request.param else vae.state_dict(), path)
 
@@ -407,14 +338,14 @@ class TestFromFile:
         assert torch.equal(loaded.encode(noise(5)), codec.encode(noise(5)))
 
     def test_options_and_recipe(self, path):
-        loaded = WanCodec.from_file(path, channels_last=True, batch_size=3)
+        loaded = WanCodec.from_file(path, channels_last=False, batch_size=3)
         assert {weight.dtype for weight in loaded.vae.parameters()} == {torch.bfloat16}
         recipe = json.loads(json.dumps(loaded.recipe))
         assert recipe == {
             "kind": "wan",
             "path": str(path),
             "dtype": "bfloat16",
-            "channels_last": True,
+            "channels_last": False,
             "batch_size": 3,
         }
         again = make_codec(recipe)
@@ -445,11 +376,6 @@ class TestFromFile:
         assert WanCodec.from_file(tmp_path / "vae.pth").recipe["path"] == str(tmp_path / "vae.pth")
 
 
-class RunsCode:
-    def __reduce__(self):
-        return print, ("this must not be printed",)
-
-
 class TestErrors:
     def test_without_a_source_there_is_no_recipe(self):
         with pytest.raises(ValueError, match="made from a VAE in memory"):
@@ -460,84 +386,32 @@ class TestErrors:
         with pytest.raises(FileNotFoundError, match=rf"{name} does not exist"):
             WanCodec.from_file(tmp_path / name)
 
-    def test_another_kind_of_file(self, tmp_path):
-        (tmp_path / "vae.bin").write_bytes(b"")
-        with pytest.raises(ValueError, match=r"vae\.bin is neither \.pth, \.pt nor \.safetensors"):
-            WanCodec.from_file(tmp_path / "vae.bin")
-
     @pytest.mark.parametrize(
-        ("key", "change", "message"),
+        ("original", "message"),
         [
-            ("encoder.middle.1.proj.bias", "drop", "encoder.middle.1.proj.bias is missing"),
-            ("decoder.conv1.weight", "drop", "decoder.conv1.weight is missing"),
-            ("decoder.upsamples.2.upsamples.3.time_conv.bias", "add", "time_conv.bias is unexpected"),
-            ("conv2.weight", "cut", r"conv2.weight has shape \(47, 48, 1, 1, 1\), expected \(48, 48, 1, 1, 1\)"),
-            ("conv2.bias", "int", r"conv2.bias has dtype torch.int32"),
-            ("conv2.bias", "float8", r"conv2.bias has dtype torch.float8_e4m3fn"),
+            (True, r"conv1.bias is missing; conv2.weight has shape \(47, 48, 1, 1, 1\), expected \(48, 48, 1, 1, 1\)"),
+            (False, r"quant_conv.bias is missing; post_quant_conv.weight has shape \(47, 48, .*"),
         ],
     )
-    @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-    def test_tensors_that_do_not_fit_are_named(self, tmp_path, key, change, message, suffix):
-        state = original_state(make_vae())
-        value = state.pop(key, torch.zeros(1))
-        if change != "drop":
-            changes = {"cut": value[1:], "int": value.int(), "float8": value.to(torch.float8_e4m3fn), "add": value}
-            state[key] = changes[change].clone()
-        path = write(state, tmp_path / f"vae{suffix}")
-        with pytest.raises(ValueError, match=rf"vae{suffix} is not the Wan2.2 VAE: .*{message}"):
-            WanCodec.from_file(path)
-
-    def test_missing_tensors_under_the_names_of_diffusers(self, tmp_path):
-        state = make_vae().state_dict()
-        del state["quant_conv.bias"]
+    def test_tensors_that_do_not_fit_are_named_as_in_the_file(self, tmp_path, original, message):
+        state = original_state(make_vae()) if original else make_vae().state_dict()
+        missing, cut = ("conv1.bias", "conv2.weight") if original else ("quant_conv.bias", "post_quant_conv.weight")
+        del state[missing]
+        state[cut] = state[cut][1:]
         path = write(state, tmp_path / "vae.safetensors")
-        with pytest.raises(ValueError, match=r"Wan2.2 VAE: quant_conv.bias is missing$"):
-            WanCodec.from_file(path)
-
-    def test_many_problems_are_counted(self, tmp_path):
-        path = write({"weight": torch.zeros(1)}, tmp_path / "vae.safetensors")
-        with pytest.raises(ValueError, match=r"encoder.conv_in.weight is missing; .* and 192 more"):
+        with pytest.raises(ValueError, match=f"{path} does not fit the Wan2.2 VAE: {message}$"):
             WanCodec.from_file(path)
 
     def test_the_vae_of_wan21(self, tmp_path):
         state = {"encoder.conv1.weight": torch.zeros(8, 3, 3, 3, 3)}
         state["encoder.downsamples.0.residual.0.gamma"] = torch.ones(8, 1, 1, 1)
         path = write(state, tmp_path / "Wan2.1_VAE.pth")
-        with pytest.raises(ValueError, match=r"Wan2.1_VAE.pth is not the Wan2.2 VAE"):
+        with pytest.raises(ValueError, match=r"Wan2.1_VAE.pth does not fit the Wan2.2 VAE"):
             WanCodec.from_file(path)
 
-    @pytest.mark.parametrize("kept", [0, 1000, -2000])
-    @pytest.mark.parametrize("name", ["vae.pth", "vae.safetensors", "old.pth"])
-    def test_a_damaged_file(self, tmp_path, name, kept):
-        path = tmp_path / name
-        if name == "old.pth":
-            torch.save(original_state(make_vae()), path, _use_new_zipfile_serialization=False)
-        else:
-            write(original_state(make_vae()), path)
-        path.write_bytes(path.read_bytes()[:kept])
-        with pytest.raises(ValueError, match=rf"cannot read .*{name}: .*damaged"):
-            WanCodec.from_file(path)
-
-    @pytest.mark.parametrize("name", ["vae.pth", "vae.safetensors"])
-    def test_something_else_under_the_name(self, tmp_path, name):
-        (tmp_path / name).write_bytes(b"<html>not found</html>" * 10)
-        with pytest.raises(ValueError, match=rf"cannot read .*{name}: "):
-            WanCodec.from_file(tmp_path / name)
-
-    @pytest.mark.parametrize("zipped", [True, False])
-    def test_a_pickle_that_runs_code_is_refused(self, tmp_path, capsys, zipped):
-        torch.save({"weight": RunsCode()}, tmp_path / "vae.pth", _use_new_zipfile_serialization=zipped)
-        with pytest.raises(ValueError, match=r"vae.pth: it holds more than tensors, so that reading it would run code"):
-            WanCodec.from_file(tmp_path / "vae.pth")
-        assert "must not be printed" not in capsys.readouterr().out
-
-    @pytest.mark.parametrize(
-        ("payload", "message"),
-        [([torch.zeros(1)], "found list"), ({"state_dict": {"a": torch.zeros(1)}}, "found dict under 'state_dict'")],
-    )
-    def test_a_file_of_another_structure(self, tmp_path, payload, message):
-        torch.save(payload, tmp_path / "vae.pth")
-        with pytest.raises(ValueError, match=rf"vae.pth must hold tensors by name, {message}"):
+    def test_a_damaged_file(self, tmp_path):
+        (tmp_path / "vae.pth").write_bytes(b"<html>not found</html>")
+        with pytest.raises(ValueError, match=rf"cannot read {tmp_path / 'vae.pth'}: it is damaged"):
             WanCodec.from_file(tmp_path / "vae.pth")
 
     @pytest.mark.parametrize("name", ["config.json", "diffusion_pytorch_model.safetensors"])

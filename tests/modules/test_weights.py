@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from tests.conftest import IMAGE_SIZE, make_model, make_states
 from wamrl_torchrl.modules.fastwam.codec import TinyCodec
@@ -127,6 +128,24 @@ class TestFill:
         with pytest.raises(ValueError, match=r"here does not fit the model: proprio_encoder.bias is missing"):
             fill(model, tensors, source="here")
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    def test_names_of_the_file(self):
+        model = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2, device="meta"))
+        tensors = {"w": torch.randn(2, 2), "0.bias": torch.zeros(2), "b": torch.ones(2)}
+        names = {"0.weight": "w", "1.weight": "w", "1.bias": "b"}
+        fill(model, tensors, source="here", names=names)
+        assert torch.equal(model[0].weight, tensors["w"])
+        assert model[1].weight.data_ptr() == model[0].weight.data_ptr() != tensors["w"].data_ptr()
+        assert torch.equal(model[1].bias, tensors["b"])
+        with pytest.raises(ValueError, match="here does not fit the pair: b is missing"):
+            fill(model, {"w": tensors["w"], "0.bias": tensors["b"]}, source="here", what="the pair", names=names)
+
+    def test_without_a_copy_what_fits_is_taken_over(self):
+        tensors = {"weight": torch.randn(3, 2), "bias": torch.zeros(3).bfloat16()}
+        model = nn.Linear(2, 3, device="meta")
+        fill(model, tensors, source="here", dtype=torch.float32, copy=False)
+        assert model.weight.data_ptr() == tensors["weight"].data_ptr()
+        assert model.bias.dtype == torch.float32
 
     def test_only_parameters_are_cast(self):
         model = empty(image_size=IMAGE_SIZE)

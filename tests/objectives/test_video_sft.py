@@ -3,20 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.conftest import IMAGE_SIZE, make_model, make_states, make_stats
+from tests.conftest import make_model, make_stats, make_windows
 from wamrl_torchrl.modules.fastwam.model import draw_flow_noise
 from wamrl_torchrl.objectives import ActionSFTLoss, VideoSFTLoss
-
-
-def make_windows(batch: int = 3):
-    generator = torch.Generator().manual_seed(5)
-    windows = make_states(batch)
-    windows["video"] = torch.randint(0, 256, (batch, 9, 3, *IMAGE_SIZE), generator=generator, dtype=torch.uint8)
-    windows["video"][:, 0] = windows["observation", "image"]
-    windows["image_is_pad"] = torch.zeros(batch, 9, dtype=torch.bool)
-    windows["actions"] = torch.rand(batch, 32, 7, generator=generator) * 2 - 1
-    windows["action_is_pad"] = torch.zeros(batch, 32, dtype=torch.bool)
-    return windows
 
 
 class TestVideoSFT:

@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from wamrl_torchrl import schema
+from wamrl_torchrl.tensor_files import read_safetensors
 
 STRIDE = schema.VIDEO_STRIDE
 _IDS = (schema.TASK_ID, schema.INIT_STATE_ID, schema.ENV_SEED)
@@ -263,10 +263,11 @@ class EpisodeStore:
             raise FileNotFoundError(f"{directory} holds no episode_*.safetensors; it is not a saved episode store")
         store = cls(max_episodes=max_episodes)
         for path in paths if max_episodes is None else paths[-max_episodes:]:
+            tensors = read_safetensors(path)
             try:
-                store.add(TensorDict(load_file(path), batch_size=[]))
-            except (SafetensorError, KeyError, ValueError) as error:  # noqa: PERF203
-                raise ValueError(f"{path} is damaged or not an episode: {error}") from error
+                store.add(TensorDict(tensors, batch_size=[]))
+            except (KeyError, ValueError) as error:
+                raise ValueError(f"{path} is not an episode: {error}") from error
         return store
 
 

@@ -17,15 +17,16 @@ from peft import LoraConfig, PeftConfig, get_peft_model_state_dict, set_peft_mod
 from peft.tuners.lora import Linear as LoRALinear
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from wamrl_torchrl.messages import first_few
 from wamrl_torchrl.modules.adapters import ADAPTER, ATTENTION_PROJECTIONS, LoRAOptions
 from wamrl_torchrl.modules.fastwam.dit import Expert
 from wamrl_torchrl.modules.fastwam.model import FastWAM
 from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora
 from wamrl_torchrl.modules.trainable import ActorTraining, set_actor_training
+from wamrl_torchrl.tensor_files import check_tensors, read_safetensors
 
 ExpertName = Literal["video", "action"]
 
@@ -209,34 +210,18 @@ def _read_options(config: LoraConfig, module: Expert, path: Path) -> LoRAOptions
         raise ValueError(
             f"{path} chooses layers that cannot be chosen here: adapters go on some of q, k, v, o of self-attention, "
             f"with or without the same of cross-attention and both ffn layers, in a range of blocks; it differs at "
-            f"{_first(odd)}"
+            f"{first_few(odd)}"
         )
     return options
 
 
 def _read_tensors(path: Path, module: Expert, options: LoRAOptions) -> dict[str, Tensor]:
     """Read tensors; exactly those of ``options`` in name and shape, or a ValueError."""
-    try:
-        tensors = load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
+    tensors = read_safetensors(path)
     expected: dict[str, tuple[int, int]] = {}
     for name in options.layers(len(module.blocks)):
         layer = module.get_submodule(name)
         expected[f"{PREFIX}{name}.lora_A.weight"] = (options.rank, layer.in_features)  # type: ignore[assignment]
         expected[f"{PREFIX}{name}.lora_B.weight"] = (layer.out_features, options.rank)  # type: ignore[assignment]
-    problems = [
-        f"{key} has shape {tuple(tensors[key].shape)}, expected {shape}"
-        for key, shape in expected.items()
-        if key in tensors and tensors[key].shape != shape
-    ]
-    problems += [f"{key} is missing" for key in expected if key not in tensors]
-    problems += [f"{key} is unexpected" for key in tensors if key not in expected]
-    if problems:
-        raise ValueError(f"{path} does not fit the {type(module).__name__}: {_first(problems)}")
+    check_tensors(expected, tensors, path, what=f"the {type(module).__name__}")
     return tensors
-
-
-def _first(items: list[str], count: int = 5) -> str:
-    more = f" and {len(items) - count} more" if len(items) > count else ""
-    return f"{'; '.join(items[:count])}{more}"

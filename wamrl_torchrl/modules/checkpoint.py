@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import save_file
 
 from wamrl_torchrl import schema
 from wamrl_torchrl.data.stats import DatasetStats
@@ -23,6 +20,7 @@ from wamrl_torchrl.modules.fastwam.weights import build_empty, fill
 from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora
 from wamrl_torchrl.modules.policy import FlowPolicy, FlowSDEConfig, IDMConfig
 from wamrl_torchrl.modules.trainable import ActorTraining, set_actor_training
+from wamrl_torchrl.tensor_files import read_safetensors
 
 CONFIG_FILE = "config.json"
 TENSOR_FILE = "policy.safetensors"
@@ -91,15 +89,8 @@ def load_policy(directory: str | Path, *, device: torch.device | str = "cpu", co
         seed=config["seed"],
     )
     path = directory / TENSOR_FILE
-    fill(policy, _read_tensors(path), source=str(path), device=device)
+    fill(policy, read_safetensors(path), source=path, device=device)
     return policy
-
-
-def _read_tensors(path: Path) -> Mapping[str, Tensor]:
-    try:
-        return load_file(path)  # memory-mapped
-    except (SafetensorError, FileNotFoundError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
 
 
 def _blank_stats() -> DatasetStats:

@@ -54,7 +54,7 @@ class VideoSFTLoss(CriticFreeLoss):
         latents = model.codec.encode(tensordict.get(self.tensor_keys.video).transpose(1, 2))
         flow = draw_flow_noise(latents, model.config.video_shift, self.generator)
         losses = model.video_loss(
-            latents.to(model.dtype),
+            latents,
             model.context(tensordict),
             flow,
             image_is_pad=tensordict.get(self.tensor_keys.image_is_pad),

@@ -18,6 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from wamrl_torchrl.files import replace_file
+from wamrl_torchrl.messages import first_few
+
 FORMAT = "1"
 # Metadata key of the format's version; its presence tells a context cache from any other safetensors file.
 _FORMAT_KEY = "wamrl_contexts"
@@ -83,8 +86,7 @@ class ContextCache:
 
 def quote_some(texts: Sequence[str]) -> str:
     """The first three texts, quoted, and how many more there are; for messages."""
-    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
-    return ", ".join(map(repr, texts[:3])) + more
+    return first_few(map(repr, texts), most=3, separator=", ")
 
 
 def build_command(path: str | Path, instructions: Sequence[str] = ()) -> str:
@@ -117,8 +119,6 @@ def write_context_cache(cache: ContextCache, path: str | Path) -> Path:
     Returns:
         the path.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     contexts = cache.contexts.detach().cpu().contiguous()
     fields = {
         "instructions": cache.instructions,
@@ -133,10 +133,7 @@ def write_context_cache(cache: ContextCache, path: str | Path) -> Path:
         "contexts_sha256": contexts_hash(contexts),
         **{name: json.dumps(value) for name, value in fields.items()},
     }
-    temporary = path.with_name(path.name + ".partial")
-    save_file({_TENSOR: contexts}, temporary, metadata=metadata)
-    temporary.replace(path)
-    return path
+    return replace_file(path, lambda temporary: save_file({_TENSOR: contexts}, temporary, metadata=metadata))
 
 
 def read_context_cache(path: str | Path) -> ContextCache:

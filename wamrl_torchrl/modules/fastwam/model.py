@@ -269,7 +269,7 @@ class FastWAM(nn.Module):
             image_is_pad: bool [B,1+4n]; a latent frame is padding if all its four frames are.
         """
         text = self.mot.video.text_cache(context)
-        first_cache = self.mot.first_frame_cache(latents[:, :, :1], text)
+        first_cache = self.mot.first_frame_cache(latents[:, :, :1].to(self.dtype), text)
         return self._video_loss(latents, text, first_cache, flow, image_is_pad)
 
     def _video_loss(
@@ -386,7 +386,7 @@ class FastWAM(nn.Module):
             the scalar loss, and the scalars ``loss_video`` and ``loss_action``.
         """
         text = self.mot.video.text_cache(context)
-        cache = self.mot.first_frame_cache(latents[:, :, :1], text)
+        cache = self.mot.first_frame_cache(latents[:, :, :1].to(self.dtype), text)
         loss_video = self._video_loss(latents, text, cache, video_flow, image_is_pad).mean()
         loss_action = self._forced_action_loss(actions, context, text, cache, action_flow, action_is_pad, forced).mean()
         loss = lambda_video * loss_video + lambda_action * loss_action

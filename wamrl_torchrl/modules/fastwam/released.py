@@ -8,16 +8,12 @@ names of this package), ``proprio_encoder``, ``step`` and ``torch_dtype``. LeRob
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from wamrl_torchrl.files import replace_file
@@ -26,6 +22,7 @@ from wamrl_torchrl.modules.fastwam.config import FastWAMConfig
 from wamrl_torchrl.modules.fastwam.context import ContextBank
 from wamrl_torchrl.modules.fastwam.model import FastWAM
 from wamrl_torchrl.modules.fastwam.weights import build_empty, fill
+from wamrl_torchrl.tensor_files import named_tensors, read_pickle, read_safetensors
 
 
 @dataclass(frozen=True)
@@ -74,12 +71,14 @@ class ForeignCheckpoint:
         if config.action_shift != self.recipe.action_shift:
             raise ValueError(
                 f"{self.path} was trained with action_shift {self.recipe.action_shift}, the configuration says "
-                f"{config.action_shift}: sampling would run on another time grid. Leave model.action_shift out, or set "
-                f"it to {self.recipe.action_shift}"
+                f"{config.action_shift}: sampling would run on another time grid. Leave --action-shift out, or give "
+                f"{self.recipe.action_shift}"
             )
         foreign = set(config.action_modes) - set(self.recipe.action_modes)
         if foreign:
-            raise ValueError(f"{self.path} was trained for actions in {self.recipe.action_modes}, not {sorted(foreign)}")
+            raise ValueError(
+                f"{self.path} was trained for actions in {self.recipe.action_modes}, not {sorted(foreign)}"
+            )
 
 
 def read_checkpoint(path: str | Path) -> ForeignCheckpoint:
@@ -98,59 +97,57 @@ def read_checkpoint(path: str | Path) -> ForeignCheckpoint:
 
 
 def _read_released(path: Path) -> ForeignCheckpoint:
-    payload = _read_pickle(path)
+    payload = read_pickle(path)
+    if not isinstance(payload, dict):
+        raise ValueError(f"{path} must hold a dict, found {type(payload).__name__}")
     unknown = [field for field in payload if field not in _FIELDS]
     missing = [field for field in ("mot", "proprio_encoder") if field not in payload]
     if missing or unknown:
         raise ValueError(f"{path} is no released FastWAM checkpoint: it lacks {missing} and has unknown {unknown}")
     tensors = {}
     for part in ("mot", "proprio_encoder"):
-        state = payload[part]
-        if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-            raise ValueError(f"{path}: field {part!r} must be a dict of tensors, found {type(state).__name__}")
+        state = named_tensors(payload[part], f"{path}: field {part!r}")
         tensors.update({f"{part}.{name}": value for name, value in state.items()})
     recipe = RECIPES.get(path.stem)
     if "action_shift" in payload:
-        recipe = Recipe(float(payload["action_shift"]), tuple(payload.get("action_modes", ("first_frame",))))
+        if not isinstance(payload["action_shift"], float):
+            raise ValueError(f"{path}: field 'action_shift' must be a float, found {payload['action_shift']!r}")
+        recipe = Recipe(payload["action_shift"], tuple(payload.get("action_modes", ("first_frame",))))
     return ForeignCheckpoint(path, tensors, recipe, payload.get("step"))
 
 
-def _read_pickle(path: Path) -> dict[str, Any]:
-    try:
-        payload = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path} holds more than plain tensors: reading it would run code, which is refused. Save the tensors "
-            f"alone where you trust the file. ({str(error).splitlines()[0]})"
-        ) from error
-    except (RuntimeError, EOFError, OSError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{path} is damaged, incomplete or no torch file: {reason}") from error
-    if not isinstance(payload, dict):
-        raise ValueError(f"{path} must hold a dict, found {type(payload).__name__}")
-    return payload
-
-
 def _read_lerobot(path: Path) -> ForeignCheckpoint:
-    try:
-        tensors = load_file(path)  # memory-mapped
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+    tensors = read_safetensors(path)
     foreign = [name for name in tensors if not name.startswith("model.")]
     if foreign:
-        raise ValueError(f"{path} is no LeRobot FastWAM policy: its names must start with 'model.', found {foreign[0]!r}")
+        raise ValueError(
+            f"{path} is no LeRobot FastWAM policy: its names must start with 'model.', found {foreign[0]!r}"
+        )
     renamed = {_LAYER.sub(r"mixtures.\2.blocks.\1.", name[len("model.") :]): value for name, value in tensors.items()}
     return ForeignCheckpoint(path, renamed, _lerobot_recipe(path.with_name("config.json")), None)
 
 
 def _lerobot_recipe(path: Path) -> Recipe | None:
-    """LeRobot's FastWAM has no inverse dynamics; its action shift is in the ``config.json`` beside the weights."""
+    """What the ``config.json`` beside LeRobot's weights tells; LeRobot's FastWAM has no inverse dynamics."""
     if not path.is_file():
         return None
     try:
-        shift = float(json.loads(path.read_text())["action_scheduler"]["infer_shift"])
+        fields = json.loads(path.read_text())
+        shift = float(fields["action_scheduler"]["train_shift"])
+        others = [fields["action_scheduler"].get("infer_shift"), fields.get("sigma_shift")]
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} has no number 'action_scheduler.infer_shift' ({error!r})") from error
+        raise ValueError(f"{path} has no number 'action_scheduler.train_shift' ({error!r})") from error
+    if any(other is not None and other != shift for other in others):
+        raise ValueError(
+            f"{path}: action_scheduler.train_shift is {shift}, but infer_shift and sigma_shift are {others}"
+        )
+    normalisation = fields.get("normalization_mapping", {})
+    wrong = {
+        kind: normalisation.get(kind) for kind in ("STATE", "ACTION") if normalisation.get(kind, "MIN_MAX") != "MIN_MAX"
+    }
+    wrong |= {name: fields[name] for name in ("use_relative_actions", "toggle_action_dimensions") if fields.get(name)}
+    if wrong:
+        raise ValueError(f"{path} asks for what this package does not do: {wrong}; actions and states are MIN_MAX here")
     return Recipe(shift, ("first_frame",))
 
 
@@ -183,7 +180,7 @@ def load_checkpoint(
     checkpoint.resolve(config)
     model = build_empty(config, codec, contexts)
     buffers = {name: value for name, value in model.state_dict().items() if not value.is_meta}
-    fill(model, {**buffers, **checkpoint.tensors}, source=str(checkpoint.path), device=device, dtype=dtype)
+    fill(model, {**buffers, **checkpoint.tensors}, source=checkpoint.path, device=device, dtype=dtype)
     return model
 
 
@@ -199,7 +196,7 @@ def save_released(model: FastWAM, path: str | Path, *, step: int = 0) -> Path:
         "proprio_encoder": {name: value.detach().cpu() for name, value in model.proprio_encoder.state_dict().items()},
         "step": step,
         "torch_dtype": str(model.dtype),
-        "action_shift": model.config.action_shift,
+        "action_shift": float(model.config.action_shift),
         "action_modes": list(model.config.action_modes),
     }
     return replace_file(path, lambda temporary: torch.save(payload, temporary))

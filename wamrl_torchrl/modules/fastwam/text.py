@@ -10,15 +10,16 @@ from __future__ import annotations
 import json
 import pickle
 import re
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
+
+from wamrl_torchrl.modules.fastwam.weights import fill
+from wamrl_torchrl.tensor_files import read_tensors, refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
@@ -31,6 +32,7 @@ CONTEXT_LENGTH = 128
 DTYPES = (torch.bfloat16, torch.float32)
 
 WAN_FILE = "models_t5_umt5-xxl-enc-bf16.pth (or .safetensors)"
+_WHAT = "a umT5 encoder"
 # What a tokenizer is read from; Wan also ships spiece.model, which holds the same vocabulary and is not read.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
@@ -118,12 +120,6 @@ def load_text_encoder(
     return load(path, torch.device(device), dtype).requires_grad_(False).eval()
 
 
-def _refuse(path: Path, problems: Sequence[str]) -> None:
-    if problems:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(f"{path} does not fit a umT5 encoder: {'; '.join(problems[:5])}{more}")
-
-
 def _load_directory(path: Path, device: torch.device, dtype: torch.dtype) -> UMT5EncoderModel:
     try:
         model_type = json.loads((path / "config.json").read_text()).get("model_type")
@@ -147,61 +143,23 @@ def _load_directory(path: Path, device: torch.device, dtype: torch.dtype) -> UMT
         raise ValueError(f"cannot read the text encoder {path}: {error}") from error
     # The decoder of a whole umT5 is left out.
     extra = [key for key in info["unexpected_keys"] if not key.startswith(("decoder.", "lm_head."))]
-    problems = [f"{key} has shape {tuple(had)}, expected {tuple(wants)}" for key, had, wants in info["mismatched_keys"]]
-    problems += [f"{key} is missing" for key in sorted(info["missing_keys"])]
-    _refuse(path, problems + [f"{key} is unexpected" for key in sorted(extra)])
+    problems = [f"{key} is missing" for key in sorted(info["missing_keys"])]
+    problems += [f"{key} is unexpected" for key in sorted(extra)]
+    problems += [f"{key} has shape {tuple(had)}, expected {tuple(to)}" for key, had, to in info["mismatched_keys"]]
+    refuse(problems, path, what=_WHAT)
     return encoder
 
 
 def _load_wan_file(path: Path, device: torch.device, dtype: torch.dtype) -> UMT5EncoderModel:
-    tensors = _read_tensors(path)
+    tensors = read_tensors(path)
     config = wan_encoder_config(tensors, source=path)
     with torch.device("meta"):
         encoder = _transformers().UMT5EncoderModel(config)
-    names, blank = wan_names(config.num_layers), encoder.state_dict()
-    shapes = {name: blank[own].shape for name, own in names.items()}
-    problems = [
-        f"{name} has shape {tuple(tensors[name].shape)}, expected {tuple(shape)}"
-        for name, shape in shapes.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    problems += [
-        f"{name} has dtype {tensor.dtype}, which is quantised"
-        for name, tensor in tensors.items()
-        if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32)
-    ]
-    problems += [f"{name} is missing" for name in shapes if name not in tensors]
-    _refuse(path, problems + [f"{name} is unexpected" for name in tensors if name not in shapes])
-    # The tensors are views of the mapped file until they are copied one by one, and are not copied where they fit.
-    state = {names[name]: tensor.to(device, dtype) for name, tensor in tensors.items()}
-    state["encoder.embed_tokens.weight"] = state["shared.weight"]
-    encoder.load_state_dict(state, strict=True, assign=True)
+    names = {own: wan for wan, own in wan_names(config.num_layers).items()}
+    names["encoder.embed_tokens.weight"] = names["shared.weight"]
+    fill(encoder, tensors, source=path, what=_WHAT, names=names, device=device, dtype=dtype, copy=False)
     encoder.tie_weights()
     return encoder
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """Map a file of tensors into memory without running code that it may hold."""
-    if path.suffix == ".safetensors":
-        try:
-            return load_file(path)
-        except SafetensorError as error:
-            raise ValueError(f"cannot read the text encoder {path}: {error}") from error
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is damaged, or was not written by torch.save (or give it the suffix .safetensors)")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path} holds objects that would run code when they are read, and is refused; pass a file that holds "
-            f"tensors only, such as Wan's {WAN_FILE}"
-        ) from error
-    except RuntimeError as error:
-        raise ValueError(f"cannot read the text encoder {path}: {error}") from error
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        found = f"keys {list(content)[:5]}" if isinstance(content, dict) else type(content).__name__
-        raise ValueError(f"{path} must hold tensors by name, found {found}")
-    return content
 
 
 def wan_names(num_layers: int) -> dict[str, str]:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from typing_extensions import Self
 
 from wamrl_torchrl.modules.fastwam.codec import Codec
+from wamrl_torchrl.modules.fastwam.weights import fill
+from wamrl_torchrl.tensor_files import read_tensors
 
 if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
@@ -100,7 +98,9 @@ class WanCodec(Codec):
     Keyword Args:
         dtype: dtype of its weights and of the computation; float32, bfloat16 or float16.
         source: where the weights can be loaded from again, for :attr:`recipe`.
-        channels_last: store the weights with channels innermost; the convolutions then run in that layout.
+        channels_last: store the weights with channels innermost; the convolutions then run in that layout. Faster and
+            smaller: on one H200 (bfloat16, batch 8, ``benchmarks/full_size.py``) 1 / 9 frames are encoded in 15.7 /
+            110.6 ms against 17.8 / 122.0, 5 / 9 decoded in 220.9 / 387.9 against 224.5 / 403.0; float32 likewise.
         batch_size: code at most so many clips at once, to bound memory; all together if None. Within rounding it does
             not change the result.
 
@@ -117,7 +117,7 @@ class WanCodec(Codec):
         *,
         dtype: torch.dtype = torch.bfloat16,
         source: str | Path | None = None,
-        channels_last: bool = False,
+        channels_last: bool = True,
         batch_size: int | None = None,
     ) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class WanCodec(Codec):
         *,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
-        channels_last: bool = False,
+        channels_last: bool = True,
         batch_size: int | None = None,
     ) -> WanCodec:
         """Load the VAE from a local file or directory; nothing is downloaded.
@@ -172,9 +172,10 @@ class WanCodec(Codec):
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist; it should be the Wan2.2 VAE, a file or a directory")
         file, config = _directory(path) if path.is_dir() else (path, None)
-        tensors = _read_tensors(file)
+        tensors = read_tensors(file)
         vae = _build(_single_file_config(tensors) if config is None else config)
-        _fill(vae, tensors, file, dtype=dtype, device=device)
+        names = {name: _original_name(name) for name in vae.state_dict()} if _has_original_names(tensors) else None
+        fill(vae, tensors, source=file, what="the Wan2.2 VAE", names=names, device=device, dtype=dtype)
         return cls(vae, dtype=dtype, source=path, channels_last=channels_last, batch_size=batch_size)
 
     @property
@@ -288,36 +289,6 @@ def _directory(path: Path) -> tuple[Path, dict[str, Any]]:
     return path / DIRECTORY_TENSORS, config
 
 
-def _read_tensors(file: Path) -> dict[str, Tensor]:
-    """Tensors of a file by the names in it, on the CPU; mapped into memory rather than read, where the format can."""
-    if file.suffix == ".safetensors":
-        try:
-            return load_file(file)
-        except SafetensorError as error:
-            raise ValueError(f"cannot read {file}: {error}; it is damaged or no safetensors file") from error
-    if file.suffix not in (".pth", ".pt"):
-        raise ValueError(f"{file} is neither .pth, .pt nor .safetensors, nor a directory")
-    try:
-        # Only the zip format can be mapped; files older than torch 1.6 are read.
-        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except OSError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"cannot read {file}: it holds more than tensors, so that reading it would run code, or it is damaged; "
-            "take the original file, or .safetensors"
-        ) from error
-    except Exception as error:  # a damaged pickle fails with whatever its bytes happen to ask for
-        reason = f"{type(error).__name__}: {str(error).partition('. ')[0]}"
-        raise ValueError(f"cannot read {file}: it is damaged or no torch file ({reason})") from error
-    if not isinstance(tensors, dict):
-        raise ValueError(f"{file} must hold tensors by name, found {type(tensors).__name__}")
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{file} must hold tensors by name, found {type(value).__name__} under {name!r}")
-    return tensors
-
-
 def _has_original_names(tensors: Mapping[str, Tensor]) -> bool:
     return any(name.startswith(("encoder.downsamples.", "decoder.upsamples.")) for name in tensors)
 
@@ -338,31 +309,3 @@ def _single_file_config(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         if weight is not None and weight.ndim == 5 and len(weight) >= multiple:
             config[option] = len(weight) // multiple
     return config
-
-
-def _fill(
-    vae: AutoencoderKLWan,
-    tensors: Mapping[str, Tensor],
-    file: Path,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> None:
-    """Give ``vae`` the tensors of a file, which must fit exactly."""
-    expected = vae.state_dict()
-    original = _has_original_names(tensors)
-    names = {name: _original_name(name) if original else name for name in expected}
-    problems = [f"{key} is missing" for key in names.values() if key not in tensors]
-    problems += [f"{key} is unexpected" for key in tensors.keys() - set(names.values())]
-    for name, key in names.items():
-        value = tensors.get(key)
-        if value is not None and value.shape != expected[name].shape:
-            problems.append(f"{key} has shape {tuple(value.shape)}, expected {tuple(expected[name].shape)}")
-        elif value is not None and value.dtype not in _DTYPES:
-            problems.append(f"{key} has dtype {value.dtype}, expected one of {_DTYPES}")
-    if problems:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(f"{file} is not the Wan2.2 VAE: {'; '.join(problems[:5])}{more}")
-    # Copied, as a mapped tensor would read from the file for as long as it lives.
-    weights = {name: tensors[key].to(device, dtype, copy=True) for name, key in names.items()}
-    vae.load_state_dict(weights, strict=True, assign=True)

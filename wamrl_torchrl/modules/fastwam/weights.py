@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
@@ -12,9 +13,7 @@ from wamrl_torchrl.modules.fastwam.codec import Codec
 from wamrl_torchrl.modules.fastwam.config import FastWAMConfig
 from wamrl_torchrl.modules.fastwam.context import ContextBank
 from wamrl_torchrl.modules.fastwam.model import FastWAM
-
-#: Mismatches named in an error; the rest is counted.
-NAMED = 5
+from wamrl_torchrl.tensor_files import check_tensors
 
 
 def build_empty(config: FastWAMConfig, codec: Codec, contexts: ContextBank) -> FastWAM:
@@ -50,14 +49,17 @@ def fill(
     module: nn.Module,
     tensors: Mapping[str, Tensor],
     *,
-    source: str,
+    source: str | Path,
+    what: str = "the model",
+    names: Mapping[str, str] | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    copy: bool = True,
 ) -> None:
     """Give ``module`` the parameters and buffers in ``tensors``; names, shapes and kinds must match exactly.
 
-    Each tensor is copied once, to ``device``. With memory-mapped ``tensors`` no second copy of the weights exists at
-    any time.
+    Each tensor is cast and copied to ``device`` by itself. With memory-mapped ``tensors`` no second copy of the weights
+    exists at any time.
 
     Args:
         module: the module; its parameters may be on the meta device. What required gradients still does.
@@ -65,41 +67,23 @@ def fill(
 
     Keyword Args:
         source: where they come from, for error messages.
+        what: what ``module`` is, for error messages.
+        names: from names in ``module`` to those in ``tensors``, where they differ; two that share one share memory.
         device: where the module is to live.
         dtype: dtype of the parameters; as in ``tensors`` if None. Buffers keep theirs.
+        copy: copy also what has its device and dtype already. Otherwise it stays the tensor given, which if mapped
+            reads from the file for as long as it lives.
 
     Raises:
-        ValueError: missing or unexpected names, another shape, or integers for floats; the first few are named. The
-            module is then as it was.
+        ValueError: as :func:`~wamrl_torchrl.tensor_files.check_tensors`. The module is then as it was.
     """
-    check_tensors(module.state_dict(), tensors, source)
-    parameters = {name for name, _ in module.named_parameters()}
-    own = {
-        name: tensors[name].to(device=device, dtype=dtype if name in parameters else None, copy=True)
-        for name in module.state_dict()
+    blank = module.state_dict()
+    check_tensors(blank, tensors, source, what=what, names=names)
+    keys = {name: (names or {}).get(name, name) for name in blank}
+    parameters = {keys[name] for name, _ in module.named_parameters()}
+    moved = {
+        key: tensor.to(device=device, dtype=dtype if key in parameters else None, copy=copy)
+        for key, tensor in tensors.items()
     }
-    module.load_state_dict(own, strict=True, assign=True)
+    module.load_state_dict({name: moved[key] for name, key in keys.items()}, strict=True, assign=True)
     module.to(device)  # buffers that are not saved
-
-
-def check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], source: str) -> None:
-    """Compare names, shapes and kinds (floating point or not).
-
-    Raises:
-        ValueError: they differ; the first few tensors are named with what was found and expected.
-    """
-    problems = [
-        f"{key} has shape {tuple(found[key].shape)}, expected {tuple(value.shape)}"
-        for key, value in expected.items()
-        if key in found and found[key].shape != value.shape
-    ]
-    problems += [
-        f"{key} is {found[key].dtype}, expected {value.dtype}"
-        for key, value in expected.items()
-        if key in found and found[key].is_floating_point() != value.is_floating_point()
-    ]
-    problems += [f"{key} is missing" for key in expected if key not in found]
-    problems += [f"{key} is unexpected" for key in found if key not in expected]
-    if problems:
-        more = f" and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
-        raise ValueError(f"{source} does not fit the model: {'; '.join(problems[:NAMED])}{more}")
