@@ -10,6 +10,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 from safetensors.torch import load_file
+from torchrl.checkpoint import CheckpointError
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tests.conftest import make_states
@@ -153,7 +154,7 @@ class TestModes:
         recipe = (tmp_path / "a" / "recipe.json").read_text()
         (tmp_path / "a" / "recipe.json").write_text(recipe.replace(str(finished / "policy"), str(tmp_path / "other")))
         moved = (f"model.policy={tmp_path / 'other'}", *options[1:], "resume=true", "algo.iterations=2")
-        with pytest.raises(ValueError, match="other frozen weights"):
+        with pytest.raises(CheckpointError, match="other frozen weights"):
             train(load(tmp_path / "a", *moved), console)
         with pytest.raises(ValueError, match="adapters"):
             train(load(tmp_path / "d", *options, "model.lora.rank=5"), console)
