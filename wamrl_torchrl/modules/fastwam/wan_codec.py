@@ -99,8 +99,9 @@ class WanCodec(Codec):
         dtype: dtype of its weights and of the computation; float32, bfloat16 or float16.
         source: where the weights can be loaded from again, for :attr:`recipe`.
         channels_last: store the weights with channels innermost; the convolutions then run in that layout. Faster and
-            smaller: on one H200 (bfloat16, batch 8, ``benchmarks/full_size.py``) 1 / 9 frames are encoded in 15.7 /
-            110.6 ms against 17.8 / 122.0, 5 / 9 decoded in 220.9 / 387.9 against 224.5 / 403.0; float32 likewise.
+            smaller: in bfloat16, batch 8, 1 / 9 frames are encoded in 16.2 / 111.2 ms against 18.3 / 122.5, and 5 / 9
+            decoded in 217.9 / 380.5 against 219.7 / 395.2, with a peak of 10.3 GB against 11.2; float32 likewise
+            (``benchmarks/results/full_size_h200.json``).
         batch_size: code at most so many clips at once, to bound memory; all together if None. Within rounding it does
             not change the result.
 
