@@ -167,7 +167,7 @@ def rounding(bench: Bench) -> None:
     @torch.no_grad()
     def outputs() -> dict[str, Tensor]:
         latents = model.imagine(states, noise, num_steps=10)
-        prefill = model._prefill(states)
+        prefill = model.prefill(states)
         video = model.mot.video_velocity(noise.to(model.dtype), 1000 * sigma, prefill.text, prefill.cache)
         sample = bench.policy(model)(states.clone())
         return {

@@ -23,7 +23,7 @@ from wamrl_torchrl.modules.fastwam.codec import TinyCodec
 from wamrl_torchrl.modules.fastwam.config import ACTION_MODES, FastWAMConfig, preset
 from wamrl_torchrl.modules.fastwam.context import ContextBank
 from wamrl_torchrl.modules.fastwam.text import TEMPLATE, wan_names
-from wamrl_torchrl.modules.fastwam.wan_codec import WAN22_VAE, _original_name
+from wamrl_torchrl.modules.fastwam.wan_codec import WAN22_VAE, original_name
 from wamrl_torchrl.modules.fastwam.weights import build_empty, materialize
 
 CHECKPOINT = "libero_optional_idm_2cam224.pt"
@@ -63,7 +63,7 @@ def write_vae(directory: Path, *, tiny: bool, device: torch.device) -> None:
     narrow = {"base_dim": 8, "decoder_base_dim": 8} if tiny else {}
     with device:
         vae = AutoencoderKLWan(**{**WAN22_VAE, **narrow})
-    tensors = {_original_name(name): value.bfloat16().cpu() for name, value in vae.state_dict().items()}
+    tensors = {original_name(name): value.bfloat16().cpu() for name, value in vae.state_dict().items()}
     torch.save(tensors, directory / VAE)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,11 +12,12 @@ import torch
 from rich.console import Console
 
 from benchmarks.synthetic_release import CHECKPOINT, STATS, TEXT_ENCODER, TOKENIZER, VAE, write_release
+from tests.conftest import make_policy
 from tests.test_train import load, scalars, tensors
 from wamrl_torchrl import context_cli, weights_cli
 from wamrl_torchrl.evaluate import _main as evaluate
 from wamrl_torchrl.modules.adapter_files import load_adapters, save_adapters
-from wamrl_torchrl.modules.checkpoint import load_policy
+from wamrl_torchrl.modules.checkpoint import load_policy, save_policy
 from wamrl_torchrl.modules.fastwam.codec import TinyCodec
 from wamrl_torchrl.modules.fastwam.released import read_checkpoint
 from wamrl_torchrl.modules.fastwam.wan_codec import WanCodec
@@ -140,6 +142,20 @@ class TestUse:
         contexts = f"model.contexts={release / 'contexts.safetensors'}"
         evaluate(load(tmp_path, f"model.policy={imported}", contexts, *options), Console())
         assert json.loads((tmp_path / "evaluation.json").read_text()).keys() == {"0", "1"}
+
+    def test_a_vae_that_moved_is_asked_for(self, release, imported, tmp_path):
+        config = json.loads((imported / "config.json").read_text())
+        config["codec"]["path"] = str(tmp_path / "gone.pth")
+        moved = tmp_path / "policy"
+        shutil.copytree(imported, moved)
+        (moved / "config.json").write_text(json.dumps(config))
+        with pytest.raises(FileNotFoundError, match=rf"VAE of {moved} is gone .*gone.pth.*model.vae"):
+            load_policy(moved)
+        codec = load_policy(moved, vae=release / VAE).model.codec
+        assert isinstance(codec, WanCodec)
+        assert codec.source == str(release / VAE)
+        with pytest.raises(ValueError, match="codec 'tiny', which reads no file"):
+            load_policy(save_policy(make_policy(), tmp_path / "tiny"), vae=release / VAE)
 
     def test_exports_merged_weights_that_import_again(self, release, trained, tmp_path):
         run(weights_cli.main, "export", "--policy", trained / "policy", "--out", tmp_path / "merged.pt")

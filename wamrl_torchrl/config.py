@@ -40,6 +40,7 @@ class ModelConfig:
 
     preset: str = "tiny"
     policy: str | None = None  # directory of a saved policy to start from; demonstrations and pre-training if null
+    vae: str | None = None  # where the Wan VAE of an imported policy is, if it has moved
     contexts: str | None = None  # context cache (wamrl-context build); hashed words if null, or the policy's own
     action_mode: str = "first_frame"  # or idm: imagine the video first, then act on it
     idm: IDMConfig = field(default_factory=IDMConfig)

@@ -91,7 +91,8 @@ def total_rate(rates: dict[int, Rate]) -> Rate:
 def _main(config: RunConfig, console: Console) -> None:
     if config.model.policy is None:
         raise ValueError("model.policy must name the directory of a saved policy")
-    policy = fit_policy(load_policy(config.model.policy, device=choose_device(config.device)), config)
+    policy = load_policy(config.model.policy, device=choose_device(config.device), vae=config.model.vae)
+    policy = fit_policy(policy, config)
     with contextlib.ExitStack() as stack:
         plan = EpisodePlan()
         stack.callback(plan.close)

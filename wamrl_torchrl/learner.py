@@ -16,8 +16,8 @@ from wamrl_torchrl import schema
 from wamrl_torchrl.config import AlgoConfig
 from wamrl_torchrl.data.episodes import EpisodeStore
 from wamrl_torchrl.modules.fastwam.model import FastWAM
-from wamrl_torchrl.modules.lora import actor_parameters, video_parameters
 from wamrl_torchrl.modules.policy import FlowPolicy
+from wamrl_torchrl.modules.trainable import actor_parameters, video_parameters
 from wamrl_torchrl.objectives import FeatureKLLoss, FlowPPOLoss, VideoSFTLoss
 
 
@@ -163,18 +163,18 @@ def is_half(policy: FlowPolicy) -> bool:
 
 
 @torch.no_grad()
-def recompute_log_probs(policy: FlowPolicy, rollout: TensorDictBase, *, batch_size: int) -> TensorDictBase:
-    """Replace the log-probs of a rollout by the learner's own, in batches of the size that the update will use.
+def recompute_log_probs(policy: FlowPolicy, records: TensorDictBase, *, batch_size: int) -> None:
+    """Replace the log-probs of records by the learner's own, in place and in batches of the size the update will use.
 
     Ratios then start at 1 exactly in half precision too, instead of at the rounding between two batch sizes.
     """
     own = []
-    for part in rollout.select(*policy.replay_keys).split(batch_size):
+    for part in records.select(*policy.replay_keys).split(batch_size):
         rows = torch.arange(batch_size) % len(part)
         own.append(policy.log_prob_rows(part[rows].to(policy.device))[: len(part)])
-    log_prob_rows = torch.cat(own).to(rollout.get(schema.LOG_PROB_ROWS).device)
-    rollout.set(schema.LOG_PROB_ROWS, log_prob_rows)
-    return rollout.set(schema.LOG_PROB, log_prob_rows[..., : policy.executed_rows].sum(-1))
+    log_prob_rows = torch.cat(own).to(records.get(schema.LOG_PROB_ROWS).device)
+    records.set_(schema.LOG_PROB_ROWS, log_prob_rows)
+    records.set_(schema.LOG_PROB, log_prob_rows[..., : policy.executed_rows].sum(-1))
 
 
 def fill_batch(batch: TensorDictBase, size: int) -> TensorDictBase:

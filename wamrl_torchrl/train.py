@@ -33,7 +33,7 @@ def train(config: RunConfig, console: Console) -> dict[str, Rate]:
     with timeit("start"):
         start = prepare_start(config, console)
     OmegaConf.save(OmegaConf.structured(config), directory / "config.yaml")
-    policy = load_policy(start.policy, device=choose_device(config.device))
+    policy = load_policy(start.policy, device=choose_device(config.device), vae=config.model.vae)
     with Run(config, policy, start.demos, console) as run:
         if run.iteration == 0:
             run.held_out["start"] = held_out_success(run)
@@ -63,12 +63,12 @@ def run_iteration(run: Run) -> dict[str, float]:
 
     if algo.mode != "video_only":
         with timeit("actor"):
-            if is_half(policy):
-                rollout = recompute_log_probs(policy, rollout, batch_size=algo.minibatch_size)
             buffer = run.make_buffer(len(rollout))
             buffer.extend(rollout)  # adds returns and advantages, drops groups that agree in success
             metrics |= run.group_metrics()
             if len(buffer):
+                if is_half(policy):
+                    recompute_log_probs(policy, buffer.storage[: len(buffer)], batch_size=algo.minibatch_size)
                 metrics |= run.actor_update(buffer)
                 run.expect_changed("action_expert")
 

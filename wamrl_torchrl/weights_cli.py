@@ -24,7 +24,7 @@ from wamrl_torchrl.modules.policy import FlowPolicy, IDMConfig
 from wamrl_torchrl.report import metric_table
 
 TABLETOP = "tabletop"
-#: Clips that the VAE codes at once: it gains nothing from more, and decoding 32 together takes 15 GB more.
+#: Clips that the VAE codes at once: its time is linear in them, and each takes about 1 GB while it is decoded.
 CLIPS = 8
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 NO_SHIFT = (
@@ -120,7 +120,8 @@ def show_policy(directory: Path, console: Console) -> None:
                 "action modes": ", ".join(model["action_modes"]),
                 "codec": ", ".join(str(value) for value in config["codec"].values()),
                 "tasks": len(config["instructions"] or ()),
-                "adapters": "none" if config["lora"] is None else f"rank {config['lora']['rank']}",
+                "video adapters": "none" if config["lora"] is None else f"rank {config['lora']['rank']}",
+                "actor training": "all" if config["actor_training"] is None else config["actor_training"]["kind"],
             },
         )
     )

@@ -18,8 +18,9 @@ from wamrl_torchrl.collectors.collect import (
 from wamrl_torchrl.config import EnvConfig
 from wamrl_torchrl.envs.episodes import EpisodePlan
 from wamrl_torchrl.modules.checkpoint import load_policy, save_policy
-from wamrl_torchrl.modules.lora import VideoLoRA, actor_parameters, add_video_lora
+from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora
 from wamrl_torchrl.modules.policy import FlowPolicy, FlowSDEConfig
+from wamrl_torchrl.modules.trainable import actor_parameters
 
 GROUPS = torch.tensor([[0, 1, 5], [2, 3, 6]])
 

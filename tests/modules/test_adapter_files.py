@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import make_model, make_states, randomize_adapters
 from wamrl_torchrl.modules import adapter_files
 from wamrl_torchrl.modules.adapter_files import load_adapters, save_adapters
-from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora, video_parameters
-from wamrl_torchrl.modules.trainable import ActorTraining, set_actor_training
+from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora
+from wamrl_torchrl.modules.trainable import ActorTraining, set_actor_training, video_parameters
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 EVERYWHERE = VideoLoRA(rank=3, alpha=5, cross_attention=True, ffn=True)

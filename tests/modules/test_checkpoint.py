@@ -7,7 +7,8 @@ import torch
 
 from tests.conftest import make_policy, make_states
 from wamrl_torchrl.modules.checkpoint import CONFIG_FILE, TENSOR_FILE, load_policy, save_policy
-from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora, video_parameters
+from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora
+from wamrl_torchrl.modules.trainable import video_parameters
 
 
 @pytest.fixture

@@ -236,6 +236,29 @@ class TestActionSFT:
         expected = model.action_loss(latents[:, :, :1], model.context(batch), actions, flow, forced=forced).mean()
         torch.testing.assert_close(found, expected)
 
+    def test_draws_rows_and_noise_with_the_given_chances(self, monkeypatch):
+        model, batch, seen = make_model(), self.batch(), []
+        own = model.action_loss
+        monkeypatch.setattr(
+            model, "action_loss", lambda *args, **options: seen.append(options) or own(*args, **options)
+        )
+        generator = torch.Generator().manual_seed(1)
+        options = {"action_idm_prob": 0.5, "video_cond_noise_prob": 0.25}
+        loss = ActionSFTLoss(model, make_stats(), generator=generator, **options)
+        with torch.no_grad():
+            for _ in range(60):
+                loss(batch)
+        forced = [given["forced"] for given in seen if given["forced"] is not None]
+        rows = torch.cat([one.rows for one in forced])
+        assert 180 - 40 <= len(rows) <= 180 + 40  # 360 draws, four standard deviations
+        assert set(rows.tolist()) == set(range(6))
+        noised = torch.cat([one.sigma for one in forced]) > 0
+        assert 0.12 <= float(noised.float().mean()) <= 0.38
+        for one in forced[:5]:
+            clean = model.codec.encode(batch["video"][one.rows].transpose(1, 2))[:, :, 1:]
+            same = (one.future == clean).flatten(1).all(-1)
+            assert torch.equal(same, one.sigma == 0)
+
     def test_bad_options(self):
         for name in ("action_idm_prob", "video_cond_noise_prob"):
             with pytest.raises(ValueError, match=name):

@@ -9,20 +9,13 @@ import torch
 from accelerate import init_empty_weights
 
 from tests.conftest import make_model, make_policy, make_record, make_states, randomize_adapters
+from wamrl_torchrl.modules.adapters import adapter_layers, adapters_disabled
 from wamrl_torchrl.modules.fastwam.codec import TinyCodec
 from wamrl_torchrl.modules.fastwam.config import preset
 from wamrl_torchrl.modules.fastwam.context import ContextBank
 from wamrl_torchrl.modules.fastwam.model import FastWAM
-from wamrl_torchrl.modules.lora import (
-    VideoLoRA,
-    actor_parameters,
-    adapter_layers,
-    adapters_disabled,
-    add_video_lora,
-    merged_state,
-    video_parameters,
-)
-from wamrl_torchrl.modules.trainable import ActorTraining, set_actor_training
+from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora, merged_state
+from wamrl_torchrl.modules.trainable import ActorTraining, actor_parameters, set_actor_training, video_parameters
 
 EVERYWHERE = VideoLoRA(rank=4, cross_attention=True, ffn=True)
 ACTOR_LORA = ActorTraining(kind="lora", rank=3, alpha=6, projections=("q", "o"), ffn=True, blocks=(1, 3))

@@ -6,8 +6,8 @@ import torch
 
 from tests.conftest import make_model, make_policy, make_record, make_states
 from wamrl_torchrl import schema
-from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora, video_parameters
-from wamrl_torchrl.modules.trainable import ActorTraining, actor_parameters, set_actor_training
+from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora
+from wamrl_torchrl.modules.trainable import ActorTraining, actor_parameters, set_actor_training, video_parameters
 from wamrl_torchrl.objectives import FlowPPOLoss
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.conftest import make_model, make_states
-from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora, video_parameters
+from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora
+from wamrl_torchrl.modules.trainable import video_parameters
 from wamrl_torchrl.objectives import FeatureKLLoss
 
 KINDS = ["gauss_kl", "whitened_mse", "mse", "cosine"]

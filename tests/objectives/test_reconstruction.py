@@ -5,7 +5,8 @@ import torch
 
 from tests.conftest import make_policy, make_record
 from wamrl_torchrl import schema
-from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora, video_parameters
+from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora
+from wamrl_torchrl.modules.trainable import video_parameters
 from wamrl_torchrl.objectives.transforms import ReconstructionReward
 
 

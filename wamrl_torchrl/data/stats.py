@@ -108,7 +108,8 @@ class DatasetStats(FixedBuffers):
 
         Raises:
             FileNotFoundError: no such file.
-            ValueError: not JSON, a missing field, or a field of the wrong shape; the message names file and field.
+            ValueError: not JSON, a missing field, or a field of the wrong shape, not finite, or with a minimum above
+                its maximum; the message names file and field.
         """
         path = Path(path)
         try:
@@ -127,7 +128,10 @@ class DatasetStats(FixedBuffers):
                 if not numbers or len(value) != size:
                     raise ValueError(f"{path}: field {field!r} must be a list of {size} numbers, found {value!r}")
                 bounds[f"{name}_{bound}"] = torch.tensor(value, dtype=torch.float32)
-        return cls(**bounds)
+        try:
+            return cls(**bounds)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def to_json(self, path: str | Path) -> None:
         """Write the bounds in the layout that :meth:`from_json` reads."""

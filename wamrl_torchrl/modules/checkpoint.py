@@ -56,16 +56,24 @@ def save_policy(policy: FlowPolicy, directory: str | Path) -> Path:
     return directory
 
 
-def load_policy(directory: str | Path, *, device: torch.device | str = "cpu", codec: Codec | None = None) -> FlowPolicy:
+def load_policy(
+    directory: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    codec: Codec | None = None,
+    vae: str | Path | None = None,
+) -> FlowPolicy:
     """Rebuild a policy saved by :func:`save_policy`; its weights are held once, on ``device``.
 
     Keyword Args:
         device: where the policy is to live.
-        codec: codec to use instead of the one the policy was saved with, for instance if its file has moved.
+        codec: codec to use instead of the one the policy was saved with.
+        vae: where the Wan VAE of the policy is now, if it has moved.
 
     Raises:
         FileNotFoundError: the directory holds no policy, or the codec's file is not where it was.
-        ValueError: another format, or tensors that do not fit the configuration (the first few are named).
+        ValueError: another format, ``vae`` for a policy without one, or tensors that do not fit the configuration (the
+            first few are named).
     """
     directory = Path(directory)
     if not (directory / CONFIG_FILE).is_file():
@@ -73,7 +81,7 @@ def load_policy(directory: str | Path, *, device: torch.device | str = "cpu", co
     config = json.loads((directory / CONFIG_FILE).read_text())
     if config.get("format") != FORMAT:
         raise ValueError(f"{directory / CONFIG_FILE} has format {config.get('format')!r}, this version reads {FORMAT}")
-    codec = make_codec(config["codec"], device=device) if codec is None else codec
+    codec = _make_codec(config["codec"], directory, vae, device) if codec is None else codec
     contexts = ContextBank(torch.empty(config["contexts"]), instructions=config["instructions"])
     model = build_empty(_model_config(config["model"]), codec, contexts)
     if config["lora"] is not None:
@@ -91,6 +99,19 @@ def load_policy(directory: str | Path, *, device: torch.device | str = "cpu", co
     path = directory / TENSOR_FILE
     fill(policy, read_safetensors(path), source=path, device=device)
     return policy
+
+
+def _make_codec(recipe: dict[str, Any], directory: Path, vae: str | Path | None, device: torch.device | str) -> Codec:
+    if vae is not None:
+        if recipe["kind"] != "wan":
+            raise ValueError(
+                f"{directory} was saved with the codec {recipe['kind']!r}, which has no file; leave vae out"
+            )
+        recipe = {**recipe, "path": str(vae)}
+    try:
+        return make_codec(recipe, device=device)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"the VAE of {directory} is gone ({error}): say where it is with model.vae") from error
 
 
 def _blank_stats() -> DatasetStats:

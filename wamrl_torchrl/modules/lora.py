@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wamrl_torchrl.modules.adapters import LoRAOptions, MergedState, adapter_layers, adapters_disabled, add_adapters
+from wamrl_torchrl.modules.adapters import LoRAOptions, MergedState, add_adapters
 from wamrl_torchrl.modules.fastwam.model import FastWAM
-from wamrl_torchrl.modules.trainable import actor_parameters, video_parameters
-
-__all__ = [
-    "VideoLoRA",
-    "actor_parameters",
-    "adapter_layers",
-    "adapters_disabled",
-    "add_video_lora",
-    "merged_state",
-    "video_parameters",
-]
+from wamrl_torchrl.modules.trainable import video_parameters
 
 
 @dataclass(kw_only=True)

@@ -12,9 +12,9 @@ from tensordict.nn import dispatch
 from torch import Tensor
 
 from wamrl_torchrl import schema
+from wamrl_torchrl.modules.adapters import adapters_disabled
 from wamrl_torchrl.modules.fastwam.dit import KeyValue, Rope, apply_rope
 from wamrl_torchrl.modules.fastwam.model import Condition, FastWAM
-from wamrl_torchrl.modules.lora import adapters_disabled
 from wamrl_torchrl.modules.noise import seeded_normal
 from wamrl_torchrl.objectives.common import CriticFreeLoss
 

@@ -29,7 +29,7 @@ class Condition(NamedTuple):
     text: list[KeyValue]  # per layer, cross-attention keys and values of the action expert
 
 
-class _Prefill(NamedTuple):
+class Prefill(NamedTuple):
     """What imagining and acting on a state share."""
 
     context: Tensor  # [B,L+1,text_dim]
@@ -60,7 +60,7 @@ def draw_flow_noise(data: Tensor, shift: float, generator: torch.Generator | Non
 class TeacherForcing(NamedTuple):
     """Examples whose actions see the real future (inverse dynamics) and what they see of it."""
 
-    rows: Tensor  # int64 [R], rows of the batch
+    rows: Tensor  # int64 [R], distinct rows of the batch
     future: Tensor  # [R,C,F,h,w], their future latents, noisy where sigma > 0
     sigma: Tensor  # fp32 [R]
 
@@ -142,10 +142,11 @@ class FastWAM(nn.Module):
         return self.codec.encode(state.get(schema.IMAGE).unsqueeze(2)).to(self.dtype)
 
     @torch.no_grad()
-    def _prefill(self, state: TensorDictBase) -> _Prefill:
+    def prefill(self, state: TensorDictBase) -> Prefill:
+        """Context and caches of a batch of states, without gradient."""
         context, first = self.context(state), self.encode_image(state)
         text = self.mot.video.text_cache(context)
-        return _Prefill(context, text, first, self.mot.first_frame_cache(first, text))
+        return Prefill(context, text, first, self.mot.first_frame_cache(first, text))
 
     # ---- acting -------------------------------------------------------------------------------------------------
     def condition(self, state: TensorDictBase, *, future: Tensor | None = None) -> Condition:
@@ -158,10 +159,10 @@ class FastWAM(nn.Module):
             future: future latents [B,C,F,h,w] that the actions see (inverse dynamics); they see the first frame alone
                 if None.
         """
-        prefill = self._prefill(state)
+        prefill = self.prefill(state)
         return self._condition(prefill, future)
 
-    def _condition(self, prefill: _Prefill, future: Tensor | None) -> Condition:
+    def _condition(self, prefill: Prefill, future: Tensor | None) -> Condition:
         video = prefill.cache
         if future is not None:
             with torch.no_grad():
@@ -185,7 +186,7 @@ class FastWAM(nn.Module):
             what :meth:`condition` gives for this future, and the future latents bfloat16 [B,C,F,h,w]: they are rounded
             before they are used, so that a record of them gives the same condition again.
         """
-        prefill = self._prefill(state)
+        prefill = self.prefill(state)
         future = self._denoise(prefill.text, prefill.cache, noise, num_steps, shift).bfloat16()
         return self._condition(prefill, future), future
 
@@ -217,7 +218,7 @@ class FastWAM(nn.Module):
         Returns:
             latents fp32 [B,C,1+F,h,w] whose frame 0 is the clean picture.
         """
-        prefill = self._prefill(state)
+        prefill = self.prefill(state)
         future = self._denoise(prefill.text, prefill.cache, noise, num_steps, shift)
         return torch.cat((prefill.first.float(), future), 2)
 

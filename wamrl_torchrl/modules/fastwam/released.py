@@ -60,8 +60,8 @@ class ForeignCheckpoint:
     recipe: Recipe | None
     step: int | None
 
-    def resolve(self, config: FastWAMConfig) -> None:
-        """Check ``config`` against the recipe.
+    def check(self, config: FastWAMConfig) -> None:
+        """Compare ``config`` with the recipe.
 
         Raises:
             ValueError: another action shift, or action modes the weights were not trained in.
@@ -177,7 +177,7 @@ def load_checkpoint(
     """
     if not isinstance(checkpoint, ForeignCheckpoint):
         checkpoint = read_checkpoint(checkpoint)
-    checkpoint.resolve(config)
+    checkpoint.check(config)
     model = build_empty(config, codec, contexts)
     buffers = {name: value for name, value in model.state_dict().items() if not value.is_meta}
     fill(model, {**buffers, **checkpoint.tensors}, source=checkpoint.path, device=device, dtype=dtype)

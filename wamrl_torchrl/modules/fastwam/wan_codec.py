@@ -175,7 +175,7 @@ class WanCodec(Codec):
         file, config = _directory(path) if path.is_dir() else (path, None)
         tensors = read_tensors(file)
         vae = _build(_single_file_config(tensors) if config is None else config)
-        names = {name: _original_name(name) for name in vae.state_dict()} if _has_original_names(tensors) else None
+        names = {name: original_name(name) for name in vae.state_dict()} if _has_original_names(tensors) else None
         fill(vae, tensors, source=file, what="the Wan2.2 VAE", names=names, device=device, dtype=dtype)
         return cls(vae, dtype=dtype, source=path, channels_last=channels_last, batch_size=batch_size)
 
@@ -294,7 +294,7 @@ def _has_original_names(tensors: Mapping[str, Tensor]) -> bool:
     return any(name.startswith(("encoder.downsamples.", "decoder.upsamples.")) for name in tensors)
 
 
-def _original_name(name: str) -> str:
+def original_name(name: str) -> str:
     """Name in ``Wan2.2_VAE.pth`` of a parameter of diffusers' module."""
     for pattern, replacement in _ORIGINAL_NAMES:
         name = pattern.sub(replacement, name)

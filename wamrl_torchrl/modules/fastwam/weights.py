@@ -31,7 +31,12 @@ def materialize(
     """Give a model from :func:`build_empty` random weights on ``device``, in place; seconds at full size on a GPU.
 
     The weights follow the model's own initialisation, drawn on ``device`` in ``dtype``: they differ between devices.
+
+    Raises:
+        ValueError: the model has adapters, whose start is not that of a layer; add them afterwards.
     """
+    if any(".lora_" in name for name, _ in model.named_parameters()):
+        raise ValueError("give a model random weights before it gets adapters, not after")
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             fresh = torch.empty_like(parameter, device=device, dtype=dtype)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torchrl.envs import Transform
 
 from wamrl_torchrl import schema
+from wamrl_torchrl.modules.adapters import adapters_disabled
 from wamrl_torchrl.modules.fastwam.model import FastWAM
-from wamrl_torchrl.modules.lora import adapters_disabled
 from wamrl_torchrl.modules.noise import mix_seeds, seeded_normal
 
 REWARD_CLIP = 5.0
