@@ -20,7 +20,7 @@ train: $(READY)
 	$(BIN)/wamrl-train preset=laptop logger.directory=$(RUN) resume=true $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -116,6 +116,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     config.hook.pytest_deselected(items=left_out)
     config.stash[LEFT_OUT] = len(left_out)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out"] = len(left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error) -> None:
+    """Take the count from a worker of pytest-xdist; each collects all tests."""
+    if not error:
+        node.config.stash[LEFT_OUT] = node.workeroutput.get("left_out", 0)
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:

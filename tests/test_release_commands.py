@@ -154,7 +154,7 @@ class TestUse:
         codec = load_policy(moved, vae=release / VAE).model.codec
         assert isinstance(codec, WanCodec)
         assert codec.source == str(release / VAE)
-        with pytest.raises(ValueError, match="codec 'tiny', which reads no file"):
+        with pytest.raises(ValueError, match="codec 'tiny', which has no file"):
             load_policy(save_policy(make_policy(), tmp_path / "tiny"), vae=release / VAE)
 
     def test_exports_merged_weights_that_import_again(self, release, trained, tmp_path):
