@@ -47,6 +47,7 @@ EXECUTED_MASK = "executed_mask"
 SIM_STATES = "sim_states"
 SUCCESS = "success"
 REWARD_TASK = "reward_task"
+INVALID = "invalid"  # the simulator was lost in this step: the episode is void, and to be run again
 
 # Written by the learner.
 REWARD_REC: NestedKey = ("next", "reward_rec")
@@ -64,7 +65,7 @@ PARKED = -1
 PLAIN_INIT_STATES = 50
 
 #: Outcomes of a step that a record keeps only under "next".
-OUTCOME_KEYS = (FUTURE_FRAMES, FUTURE_MASK, EXECUTED_MASK, SIM_STATES, SUCCESS)
+OUTCOME_KEYS = (FUTURE_FRAMES, FUTURE_MASK, EXECUTED_MASK, SIM_STATES, SUCCESS, INVALID)
 
 #: ``key: (dtype, event shape)``; a letter stands for a size that the configuration fixes: ``H,W`` picture, ``K`` points
 #: of a chain, ``S`` stochastic steps, ``F`` frame offsets, ``N`` simulator states of width ``D``, ``C,L,h,w`` latents.
@@ -84,6 +85,7 @@ MACRO_STEP: dict[NestedKey, tuple[torch.dtype, tuple[int | str, ...]]] = {
     ("next", EXECUTED_MASK): (torch.bool, (CHUNK,)),
     ("next", SIM_STATES): (torch.float64, ("N", "D")),
     ("next", SUCCESS): (torch.bool, (1,)),
+    ("next", INVALID): (torch.bool, (1,)),
     ("next", REWARD_TASK): (torch.float32, (1,)),
     ("next", "reward"): (torch.float32, (1,)),
     ("next", "done"): (torch.bool, (1,)),

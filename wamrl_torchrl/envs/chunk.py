@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -26,6 +26,7 @@ class Outcome(NamedTuple):
     success: Tensor  # bool [M]
     future_frames: Tensor  # uint8 [M,F,3,H,W], frames at the offsets that were reached, zeros elsewhere
     sim_states: Tensor | None  # float64 [M,replan_steps+1,D], or None where there is no simulator
+    lost: Tensor | None = None  # bool [M], simulators that were lost; None where none can be
 
 
 class ChunkEnv(EnvBase):
@@ -38,7 +39,11 @@ class ChunkEnv(EnvBase):
     simulated, and every step of it is truncated with an empty ``executed_mask`` until it is reset to an episode,
     dealt or asked for; asking again to park it keeps it parked.
 
-    Subclasses implement :meth:`_start_episodes`, :meth:`_execute`, :meth:`_observe` and :meth:`_draw_episodes`.
+    A step in which a slot's simulator was lost has ``("next", "invalid")`` set: nothing was executed, the episode is
+    truncated and void, and whoever dealt it should deal it again (the same five ids give the same episode).
+
+    Subclasses implement :meth:`_start_episodes`, :meth:`_execute`, :meth:`_observe` and :meth:`_draw_episodes`, and
+    :meth:`_await_starts` if an episode's start takes time.
 
     Args:
         num_envs: slots N; the batch size is ``[N]``.
@@ -48,6 +53,9 @@ class ChunkEnv(EnvBase):
         replan_steps: actions executed per chunk, 1 to 32.
         max_episode_steps: an episode is truncated after so many executed actions.
         frame_offsets: executed actions after which a future frame is returned; increasing, from 1 to ``replan_steps``.
+        background_reset: a reset of some slots does not wait for them while others run an episode. A slot whose
+            episode is not ready yet is :attr:`pending`: it looks parked, and begins at a later reset of it (every step
+            of it ends, so a collector asks for one each time). ``reset()`` without a mask waits for all.
         sim_state_dim: width D of a stored simulator state, or None for none.
 
     Raises:
@@ -63,6 +71,7 @@ class ChunkEnv(EnvBase):
         max_episode_steps: int,
         frame_offsets: Sequence[int] = schema.FRAME_OFFSETS,
         sim_state_dim: int | None = None,
+        background_reset: bool = False,
     ) -> None:
         if num_envs < 1:
             raise ValueError(f"num_envs must be at least 1, got {num_envs}")
@@ -82,7 +91,10 @@ class ChunkEnv(EnvBase):
         self.frame_offsets = offsets
         self._offsets = torch.tensor(offsets, dtype=torch.int64)
         self._sim_state_dim = sim_state_dim
+        self.background_reset = background_reset
         self._episodes = torch.full((num_envs, len(schema.EPISODE_KEYS)), schema.PARKED, dtype=torch.int64)
+        self._starting = self._episodes.clone()  # episodes of the slots that are pending
+        self._slot_tasks = torch.full((num_envs,), -1, dtype=torch.int64)
         self._steps = torch.zeros(num_envs, dtype=torch.int64)
         self._chunk_index = torch.zeros(num_envs, dtype=torch.int64)
         self._next_episode_id = 0
@@ -93,7 +105,11 @@ class ChunkEnv(EnvBase):
     # ---- what a subclass provides -------------------------------------------------------------------------------
     @abc.abstractmethod
     def _start_episodes(self, slots: Tensor, episodes: Tensor) -> None:
-        """Start ``episodes`` (int64 [M,5], columns of ``EPISODE_KEYS``) in ``slots`` (int64 [M])."""
+        """Start ``episodes`` (int64 [M,5], columns of ``EPISODE_KEYS``) in ``slots`` (int64 [M]); need not wait."""
+
+    def _await_starts(self, slots: Tensor, at_least: int) -> Tensor:  # noqa: ARG002 (for those that wait)
+        """Those of ``slots`` (int64 [M], all started) whose episode is ready; waits until ``at_least`` are."""
+        return slots
 
     @abc.abstractmethod
     def _execute(self, slots: Tensor, actions: Tensor, limits: Tensor) -> Outcome:
@@ -124,6 +140,7 @@ class ChunkEnv(EnvBase):
                 schema.FUTURE_MASK: Binary(shape=(*batch, len(self.frame_offsets)), dtype=torch.bool),
                 schema.EXECUTED_MASK: Binary(shape=(*batch, schema.CHUNK), dtype=torch.bool),
                 schema.SUCCESS: Binary(shape=(*batch, 1), dtype=torch.bool),
+                schema.INVALID: Binary(shape=(*batch, 1), dtype=torch.bool),
             },
             shape=batch,
         )
@@ -146,8 +163,18 @@ class ChunkEnv(EnvBase):
     # ---- episodes -----------------------------------------------------------------------------------------------
     @property
     def parked(self) -> Tensor:
-        """Bool [N]: slots that run no episode."""
+        """Bool [N]: slots that run no episode, or none yet."""
         return self._episodes[:, -1] == schema.PARKED
+
+    @property
+    def pending(self) -> Tensor:
+        """Bool [N]: slots whose episode is being started in the background; they look parked until a later reset."""
+        return self._starting[:, -1] != schema.PARKED
+
+    @property
+    def slot_tasks(self) -> Tensor:
+        """Int64 [N]: the task that each slot was last given, -1 if none; changing it may be expensive."""
+        return self._slot_tasks.clone()
 
     def _requested_episodes(self, tensordict: TensorDictBase | None, slots: Tensor) -> Tensor:
         """Episodes to start in ``slots``: those asked for, else freshly dealt ones; int64 [M,5]."""
@@ -169,18 +196,48 @@ class ChunkEnv(EnvBase):
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs) -> TensorDictBase:  # noqa: ARG002
         mask = None if tensordict is None else tensordict.get("_reset", None)
+        everything = mask is None
         mask = torch.ones(self.num_envs, dtype=torch.bool) if mask is None else mask.reshape(self.num_envs)
-        slots = mask.nonzero().squeeze(-1)
+        if everything:
+            self._begin(wait_for="all")  # what is being started is given up, but a simulator finishes what it does
+        self._check_waiting(tensordict, (mask & self.pending).nonzero().squeeze(-1))
+        slots = (mask & ~self.pending).nonzero().squeeze(-1)
         episodes = self._requested_episodes(tensordict, slots)
         busy = episodes[:, -1] != schema.PARKED
         self._start_episodes(slots[busy], episodes[busy])
         # Only now: a request that is refused leaves the slots as they were.
-        self._episodes[slots] = episodes
+        self._slot_tasks[slots[busy]] = episodes[busy, 0]
+        self._starting[slots] = episodes
+        self._episodes[slots] = torch.where(busy[:, None], schema.PARKED, episodes)
         self._steps[slots] = 0
         self._chunk_index[slots] = 0
+        if everything or not self.background_reset:
+            self._begin(wait_for="all")
+        else:
+            # While nobody runs there is nothing to go on with.
+            self._begin(wait_for="none" if bool((~self.parked).any()) else "one")
         out = self.observation_spec.zero()
         out.update(self._observation())
         return out.update(self.done_spec.zero())
+
+    def _begin(self, *, wait_for: Literal["none", "one", "all"]) -> None:
+        """Let pending slots whose episode is ready begin it."""
+        slots = self.pending.nonzero().squeeze(-1)
+        if len(slots):
+            ready = self._await_starts(slots, {"none": 0, "one": 1, "all": len(slots)}[wait_for])
+            self._episodes[ready] = self._starting[ready]
+            self._starting[ready] = schema.PARKED
+
+    def _check_waiting(self, tensordict: TensorDictBase | None, slots: Tensor) -> None:
+        asked = None if tensordict is None else tensordict.get(schema.EPISODE_ID, None)
+        if asked is None:
+            return
+        other = slots[asked.reshape(self.num_envs)[slots] != schema.PARKED].tolist()
+        if other:
+            raise ValueError(
+                f"slots {other} are still starting an episode and cannot be given another: ask for {schema.EPISODE_ID} "
+                f"{schema.PARKED} where `pending` is set"
+            )
 
     def _observation(self) -> TensorDict:
         image, state = self._observe()
@@ -201,11 +258,14 @@ class ChunkEnv(EnvBase):
 
         executed = torch.zeros(self.num_envs, dtype=torch.int64)
         success = torch.zeros(self.num_envs, dtype=torch.bool)
+        lost = torch.zeros(self.num_envs, dtype=torch.bool)
+        if outcome.lost is not None:
+            lost[slots] = outcome.lost
         executed[slots] = outcome.executed
         success[slots] = outcome.success
         self._steps += executed
         self._chunk_index[slots] += 1
-        truncated = ~busy | (~success & (self._steps >= self.max_episode_steps))
+        truncated = ~busy | lost | (~success & (self._steps >= self.max_episode_steps))
 
         future_frames = outcome.future_frames
         if len(slots) < self.num_envs:
@@ -218,6 +278,7 @@ class ChunkEnv(EnvBase):
             schema.FUTURE_MASK: executed[:, None] >= self._offsets,
             schema.EXECUTED_MASK: torch.arange(schema.CHUNK) < executed[:, None],
             schema.SUCCESS: success[:, None],
+            schema.INVALID: lost[:, None],
             schema.REWARD_TASK: reward,
             "reward": reward.clone(),
             "terminated": success[:, None].clone(),
