@@ -35,6 +35,8 @@ fi
 # ---- Python packages ----------------------------------------------------------------------------------------------
 [ -x .venv/bin/python ] || "$PYTHON" -m venv .venv
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
+# Byte code is written when a module is first imported: compiling 3 GB of packages that are mostly not takes minutes.
+export PIP_NO_COMPILE=1
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
     if nvidia-smi >/dev/null 2>&1; then
         say "Installing torch for the GPU"

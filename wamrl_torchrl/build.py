@@ -81,7 +81,8 @@ def make_env(config: EnvConfig, *, start_states: dict[int, Tensor] | None = None
     if config.name == "tabletop":
         height, width = config.image_size
         return TableTopEnv(config.num_envs, image_size=(height, width), **common)
-    return LiberoEnv(config.suite, config.num_envs, settle_steps=config.settle_steps, **common)
+    common |= {name: getattr(config, name) for name in ("settle_steps", "background_reset", "max_failures")}
+    return LiberoEnv(config.suite, config.num_envs, **common)
 
 
 @dataclass

@@ -29,6 +29,8 @@ class EnvConfig:
     replan_steps: int = 8  # actions executed per decision; a multiple of 4 where video is trained
     max_episode_steps: int | None = None  # the suite's own horizon if null
     settle_steps: int = 10  # no-ops after a reset (LIBERO; the released protocol waits 30)
+    background_reset: bool = True  # a simulator that resets does not hold up the others (LIBERO; not in evaluation)
+    max_failures: int = 3  # simulators lost in one slot, with no whole episode between, before the run stops (LIBERO)
     image_size: list[int] = field(default_factory=lambda: [224, 448])
     train_init_states: tuple[int, int] = (0, 40)  # from, to (excluded)
     eval_init_states: tuple[int, int] = (40, 50)  # held out
@@ -211,6 +213,7 @@ def _check(config: RunConfig) -> None:
         )
     positive = {
         "env.num_envs": env.num_envs,
+        "env.max_failures": env.max_failures,
         "algo.groups_per_iteration": algo.groups_per_iteration,
         "algo.epochs": algo.epochs,
         "algo.minibatch_size": algo.minibatch_size,

@@ -199,7 +199,9 @@ class ChunkEnv(EnvBase):
         everything = mask is None
         mask = torch.ones(self.num_envs, dtype=torch.bool) if mask is None else mask.reshape(self.num_envs)
         if everything:
-            self._begin(wait_for="all")  # what is being started is given up, but a simulator finishes what it does
+            self._begin(
+                mask, wait_for="all"
+            )  # what is being started is given up, but a simulator finishes what it does
         self._check_waiting(tensordict, (mask & self.pending).nonzero().squeeze(-1))
         slots = (mask & ~self.pending).nonzero().squeeze(-1)
         episodes = self._requested_episodes(tensordict, slots)
@@ -212,17 +214,17 @@ class ChunkEnv(EnvBase):
         self._steps[slots] = 0
         self._chunk_index[slots] = 0
         if everything or not self.background_reset:
-            self._begin(wait_for="all")
+            self._begin(mask, wait_for="all")
         else:
             # While nobody runs there is nothing to go on with.
-            self._begin(wait_for="none" if bool((~self.parked).any()) else "one")
+            self._begin(mask, wait_for="none" if bool((~self.parked).any()) else "one")
         out = self.observation_spec.zero()
         out.update(self._observation())
         return out.update(self.done_spec.zero())
 
-    def _begin(self, *, wait_for: Literal["none", "one", "all"]) -> None:
-        """Let pending slots whose episode is ready begin it."""
-        slots = self.pending.nonzero().squeeze(-1)
+    def _begin(self, mask: Tensor, *, wait_for: Literal["none", "one", "all"]) -> None:
+        """Let pending slots of ``mask`` (bool [N]) whose episode is ready begin it."""
+        slots = (self.pending & mask).nonzero().squeeze(-1)
         if len(slots):
             ready = self._await_starts(slots, {"none": 0, "one": 1, "all": len(slots)}[wait_for])
             self._episodes[ready] = self._starting[ready]

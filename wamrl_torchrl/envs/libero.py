@@ -12,8 +12,9 @@ from torch import Tensor
 
 from wamrl_torchrl import schema
 from wamrl_torchrl.envs.chunk import ChunkEnv, Outcome
+from wamrl_torchrl.envs.libero_pool import Lost, SimPool
 from wamrl_torchrl.envs.libero_suites import EXPERT_SUITES, SUITES, check_gl, load_suite, worker_environment
-from wamrl_torchrl.envs.libero_worker import Layout, SimPool
+from wamrl_torchrl.envs.libero_worker import Layout
 
 IMAGE_SIZE = (224, 448)
 TRAIN_INIT_STATES = range(40)
@@ -54,12 +55,17 @@ class LiberoEnv(ChunkEnv):
             environment returns them, or flattened MuJoCo states. No settling takes place.
         sim_states: return ``sim_states`` float64 ``[N,replan_steps+1,D]``: before the chunk and after every executed
             action (time, qpos, qvel, gripper command 2, padding), the last one repeated.
-        timeout_s: longest time for one command of a simulator, in seconds.
+        background_reset: a slot that is reset does not hold up those that run; see :class:`ChunkEnv`.
+        timeout_s: longest time for a simulator to start, reset (compiling a model included) or demonstrate, in seconds.
+        step_timeout_s: longest time for a chunk, in seconds.
+        max_failures: a simulator that dies or hangs is replaced, its start of an episode repeated, and its open episode
+            void (``("next", "invalid")``); after so many in one slot without a whole episode between them the
+            environment gives up.
 
     Raises:
         ImportError: LIBERO is not installed.
-        RuntimeError: wrong versions, missing assets, no OpenGL; a simulator failed, died or did not answer. The message
-            names slot, pid, task and phase, and the environment is closed.
+        RuntimeError: wrong versions, missing assets, no OpenGL; a simulator failed, or too many died or did not answer.
+            The message names slot, pid, task and phase, and the environment is closed.
         ValueError: an option or an id is out of range.
 
     Examples:
@@ -82,7 +88,10 @@ class LiberoEnv(ChunkEnv):
         init_state_ids: Sequence[int] = TRAIN_INIT_STATES,
         start_states: Mapping[int, Tensor] | None = None,
         sim_states: bool = True,
+        background_reset: bool = False,
         timeout_s: float = 300.0,
+        step_timeout_s: float = 60.0,
+        max_failures: int = 3,
     ) -> None:
         tasks = load_suite(suite)
         if resize not in ("render256", "render224"):
@@ -96,7 +105,10 @@ class LiberoEnv(ChunkEnv):
             max_episode_steps=SUITES[suite] if max_episode_steps is None else max_episode_steps,
             frame_offsets=frame_offsets,
             sim_state_dim=tasks.sim_state_dim if sim_states else None,
+            background_reset=background_reset,
         )
+        if max_failures < 1:
+            raise ValueError(f"max_failures must be at least 1, got {max_failures}")
         self.suite = tasks
         self.settle_steps = settle_steps
         self._start_states = {} if start_states is None else dict(start_states)
@@ -111,13 +123,17 @@ class LiberoEnv(ChunkEnv):
         layout = Layout(num_envs, len(self.frame_offsets), replan_steps + 1, tasks.sim_state_dim, *IMAGE_SIZE)
         options = {"resize": resize, "frame_offsets": self.frame_offsets}
         try:
-            pool = SimPool(layout, options=options, environ=worker_environment(), timeout_s=timeout_s)
+            environs = [worker_environment()] * num_envs
+            pool = SimPool(layout, options=options, environs=environs, timeout_s=timeout_s, max_failures=max_failures)
         except RuntimeError as error:
             opengl = check_gl()
             if opengl.ok:
                 raise
             raise RuntimeError(f"LIBERO cannot run: {opengl.check}: {opengl.detail}") from error
         self._pool = pool
+        self._step_timeout_s = step_timeout_s
+        self._starts: dict[int, dict] = {}  # what each slot's episode starts from, while it is being started
+        self._has_episode = torch.zeros(num_envs, dtype=torch.bool)  # false in a simulator that took a lost one's place
         self._sim_states, self._states, self._images, self._frames = map(torch.from_numpy, pool.arrays)
         # Also when the environment is dropped without close(), and at exit.
         self._finalizer = weakref.finalize(self, pool.close)
@@ -182,25 +198,62 @@ class LiberoEnv(ChunkEnv):
             raise RuntimeError("this LiberoEnv is closed; make a new one")
         return self._pool
 
+    @property
+    def losses(self) -> list[str]:
+        """What happened to the simulators that were lost so far: slot, pid, task, phase and last words of each."""
+        return list(self._pool.losses)
+
     def _start_episodes(self, slots: Tensor, episodes: Tensor) -> None:
         pool = self._running_pool()
         starts = [self._start(*episode[:3]) for episode in episodes.tolist()]  # all ids are checked before any starts
         for slot, episode, start in zip(slots.tolist(), episodes.tolist(), starts, strict=True):
-            pool.submit(slot, "reset", self._what("reset", episode), start=start)
-        for _ in pool.replies():
-            pass
+            if self._has_episode[slot]:
+                pool.forgive(slot)
+            self._starts[slot] = {"what": self._what("reset", episode), "start": start}
+            pool.submit(slot, "reset", **self._starts[slot])
+        self._has_episode[slots] = False
+
+    def _await_starts(self, slots: Tensor, at_least: int) -> Tensor:
+        pool, waiting = self._running_pool(), slots.tolist()
+        started: list[int] = []
+        while True:
+            for slot in pool.wait(waiting, at_least=at_least - len(started)):
+                if isinstance(pool.take(slot), Lost):  # the one that took its place starts the same episode
+                    pool.submit(slot, "reset", **self._starts[slot])
+                else:
+                    waiting.remove(slot)
+                    started.append(slot)
+            if len(started) >= at_least:
+                break
+        ready = torch.tensor(sorted(started), dtype=torch.int64)
+        self._has_episode[ready] = True
+        return ready
 
     def _execute(self, slots: Tensor, actions: Tensor, limits: Tensor) -> Outcome:
         pool = self._running_pool()
         chunks = actions[:, : self.replan_steps].numpy()
-        for slot, chunk, limit in zip(slots.tolist(), chunks, limits.tolist(), strict=True):
-            pool.submit(slot, "step", self._what("step", self._episodes[slot].tolist()), actions=chunk, limit=limit)
-        executed = torch.zeros(self.num_envs, dtype=torch.int64)
-        success = torch.zeros(self.num_envs, dtype=torch.bool)
-        for slot, (count, solved) in pool.replies():
-            executed[slot], success[slot] = count, solved
-        sim_states = None if self._sim_state_dim is None else self._sim_states[slots]
-        return Outcome(executed[slots], success[slots], self._frames[slots], sim_states)
+        running = self._has_episode[slots].tolist()
+        for slot, chunk, limit, runs in zip(slots.tolist(), chunks, limits.tolist(), running, strict=True):
+            if runs:
+                what = self._what("step", self._episodes[slot].tolist())
+                pool.submit(slot, "step", what, timeout_s=self._step_timeout_s, actions=chunk, limit=limit)
+        executed = torch.zeros(len(slots), dtype=torch.int64)
+        success, lost = torch.zeros(len(slots), dtype=torch.bool), ~self._has_episode[slots]
+        pool.wait(slots[~lost].tolist())
+        for row, slot in enumerate(slots.tolist()):
+            reply = pool.take(slot) if running[row] else None
+            if isinstance(reply, Lost):
+                lost[row] = True
+            elif reply is not None:
+                executed[row], success[row] = reply
+        self._has_episode[slots[lost]] = False
+        frames = self._frames[slots]
+        frames[lost] = 0  # a lost simulator may have left half a picture
+        sim_states = None
+        if self._sim_state_dim is not None:
+            sim_states = self._sim_states[slots]
+            sim_states[lost] = 0.0
+        return Outcome(executed, success, frames, sim_states, lost)
 
     def demonstrate(
         self,
@@ -270,21 +323,28 @@ class LiberoEnv(ChunkEnv):
             what = self._what("demonstrate", rows[row])
             pool.submit(slot, "demonstrate", what, start=starts[row], seed=[seed, *rows[row]], **options)
 
+        self._begin(self.pending, wait_for="all")
         self._episodes[:] = schema.PARKED
+        self._has_episode[:] = False
         for slot, row in zip(range(self.num_envs), todo, strict=False):
             submit(slot, row)
-        replies = pool.replies()
         try:
-            for slot, arrays in replies:
-                row = running.pop(slot)
-                following = next(todo, None)
-                if following is not None:
-                    submit(slot, following)
-                ids = dict(zip(schema.EPISODE_KEYS[:3], episodes[row, :3, None], strict=True))
-                yield row, TensorDict({**{key: torch.from_numpy(value) for key, value in arrays.items()}, **ids})
+            while running:
+                for slot in pool.wait(list(running), at_least=1):
+                    row, arrays = running.pop(slot), pool.take(slot)
+                    if isinstance(arrays, Lost):
+                        submit(slot, row)
+                        continue
+                    pool.forgive(slot)
+                    following = next(todo, None)
+                    if following is not None:
+                        submit(slot, following)
+                    ids = dict(zip(schema.EPISODE_KEYS[:3], episodes[row, :3, None], strict=True))
+                    yield row, TensorDict({**{key: torch.from_numpy(value) for key, value in arrays.items()}, **ids})
         finally:  # also when the caller stops early: the slots must be free for the next call
-            for _ in replies:
-                pass
+            if pool.processes:
+                for slot in pool.wait(list(running)):
+                    pool.take(slot)
 
     def _observe(self) -> tuple[Tensor, Tensor]:
         return self._images.clone(), self._states.clone()
@@ -293,3 +353,5 @@ class LiberoEnv(ChunkEnv):
         """End the simulator processes; the environment cannot be used afterwards."""
         super().close(raise_if_closed=raise_if_closed)
         self._finalizer()
+        # Shared memory goes with the last that maps it, and a closed environment may be kept.
+        self._sim_states = self._states = self._images = self._frames = torch.empty(0)

@@ -1,4 +1,4 @@
-"""Simulator processes: how they start, what is said to them, and the memory that they share with the environment.
+"""A simulator process: what it is told, what it answers, and the memory that it shares with the environment.
 
 A process is a fresh interpreter that is handed two descriptors: a socket, and anonymous shared memory that holds the
 arrays of all slots. Nothing has a name, so nothing can be left behind: the memory goes when the last process that maps
@@ -13,20 +13,16 @@ import faulthandler
 import mmap
 import os
 import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection, wait
-from typing import IO, Any, NamedTuple, NoReturn
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 import numpy as np
 
 ORPHAN_POLL_S = 5.0
-LOG_TAIL = 2000
+ORPHAN_GRACE_S = 20.0
 
 
 class Layout(NamedTuple):
@@ -157,8 +153,10 @@ def main() -> None:
     connection, descriptor, parent = Connection(int(sys.argv[1])), int(sys.argv[2]), os.getppid()
     worker: Worker | None = None
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone: so are we
-        command, arguments = connection.recv()
+        command, arguments, timeout_s = connection.recv()
         while command != "close":
+            # The parent ends a process that hangs; if it is gone, nobody else would. Works without the interpreter.
+            faulthandler.dump_traceback_later(timeout_s + ORPHAN_GRACE_S, exit=True)
             try:
                 if command == "start":
                     arrays = Layout(*arguments["layout"]).map(descriptor)
@@ -168,153 +166,15 @@ def main() -> None:
                 reply = ("ok", result)
             except Exception:  # of whatever kind: the parent raises it again, with this traceback
                 reply = ("error", traceback.format_exc())
+            faulthandler.cancel_dump_traceback_later()
             connection.send(reply)
             # A fork of the parent may hold the other end open, so the end of the socket does not tell everything.
             while not connection.poll(ORPHAN_POLL_S):
                 if os.getppid() != parent:
                     return
-            command, arguments = connection.recv()
+            command, arguments, timeout_s = connection.recv()
     if worker is not None:
         worker.sim.close()
-
-
-# ---- the environment's side -----------------------------------------------------------------------------------------
-class SimProcess:
-    """One simulator process as its parent sees it."""
-
-    def __init__(self, slot: int, layout: Layout, memory: int, options: Mapping[str, Any], environ: dict[str, str]):
-        ours, theirs = socket.socketpair()
-        self.slot = slot
-        self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "wamrl_torchrl.envs.libero_worker", str(theirs.fileno()), str(memory)],
-            env=environ,
-            pass_fds=(theirs.fileno(), memory),
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-        )
-        theirs.close()
-        self.connection = Connection(ours.detach())
-        self.what = "starting"  # the call in progress, for error messages
-        self.since = time.monotonic()
-        self.connection.send(("start", {"slot": slot, "layout": tuple(layout), "options": dict(options)}))
-
-    def __str__(self) -> str:
-        return f"LIBERO simulator of slot {self.slot} (pid {self.process.pid}, {self.what})"
-
-    def log_tail(self) -> str:
-        """The end of what the process printed."""
-        size = self.log.seek(0, os.SEEK_END)
-        self.log.seek(max(0, size - LOG_TAIL))
-        return self.log.read().decode(errors="replace").strip()
-
-    def stop(self, deadline: float) -> None:
-        """Wait for the process to end, and kill it at ``deadline``."""
-        try:
-            self.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.connection.close()
-        self.log.close()
-
-
-class SimPool:
-    """N simulator processes and their shared arrays; any failure of one closes all.
-
-    Args:
-        layout: sizes of the shared arrays.
-
-    Keyword Args:
-        options: keyword arguments of :class:`Worker`.
-        environ: environment variables of the processes.
-        timeout_s: longest time that one command may take, in seconds.
-
-    Raises:
-        RuntimeError: a process failed, died or did not answer; the message names slot, pid, task and phase.
-    """
-
-    CLOSE_S = 5.0
-
-    def __init__(
-        self, layout: Layout, *, options: Mapping[str, Any], environ: dict[str, str], timeout_s: float
-    ) -> None:
-        self._timeout_s = timeout_s
-        self._owner = os.getpid()
-        memory = os.memfd_create("libero")
-        self.arrays = layout.map(memory)
-        self.processes: list[SimProcess] = []
-        self._pending: dict[Any, SimProcess] = {}
-        try:
-            for slot in range(layout.slots):
-                process = SimProcess(slot, layout, memory, options, environ)
-                self.processes.append(process)
-                self._pending[process.connection] = process
-            for _ in self.replies():
-                pass
-        except BaseException:
-            self.close(grace_s=0.0)
-            raise
-        finally:
-            os.close(memory)
-
-    def submit(self, slot: int, command: str, what: str, **arguments: Any) -> None:
-        """Send a command; ``what`` says in an error what the process was doing."""
-        process = self.processes[slot]
-        if process.connection in self._pending:
-            raise RuntimeError(f"{process} is still at work: an earlier call was interrupted; close the environment")
-        process.what, process.since = what, time.monotonic()
-        try:
-            process.connection.send((command, arguments))
-        except OSError:
-            self._fail_dead(process)
-        self._pending[process.connection] = process
-
-    def replies(self) -> Iterator[tuple[int, Any]]:
-        """Yield (slot, reply) of every command in progress, as they finish, also of those submitted meanwhile."""
-        while self._pending:
-            oldest = min(self._pending.values(), key=lambda process: process.since)
-            remaining = oldest.since + self._timeout_s - time.monotonic()
-            ready = wait(list(self._pending), max(0.0, remaining))
-            if not ready:
-                # It was started with a fault handler, which answers this signal with where it hangs.
-                oldest.process.send_signal(signal.SIGABRT)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    oldest.process.wait(2.0)
-                self._fail(f"{oldest} has not answered for {self._timeout_s:g} s", oldest)
-            for connection in ready:
-                process = self._pending.pop(connection)
-                try:
-                    status, reply = process.connection.recv()
-                except (EOFError, OSError):
-                    self._fail_dead(process)
-                if status == "error":
-                    self._fail(f"{process} failed:\n{reply}", None)
-                yield process.slot, reply
-
-    def _fail_dead(self, process: SimProcess) -> NoReturn:
-        process.process.kill()  # of no effect on what is dead
-        code = process.process.wait()
-        end = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        self._fail(f"{process} died with {end}", process)
-
-    def _fail(self, message: str, process: SimProcess | None) -> NoReturn:
-        log = process.log_tail() if process is not None else ""
-        self.close(grace_s=0.0)
-        raise RuntimeError(f"{message}\n{log}".strip() + "\nThe environment is closed.")
-
-    def close(self, grace_s: float = CLOSE_S) -> None:
-        """End every process, by force after ``grace_s`` seconds. Does nothing in a fork of the owner, or twice."""
-        if os.getpid() != self._owner:
-            return
-        processes, self.processes, self._pending = self.processes, [], {}
-        for process in processes:
-            with contextlib.suppress(OSError):  # it may be dead
-                process.connection.send(("close", {}))
-        deadline = time.monotonic() + grace_s
-        for process in processes:
-            process.stop(deadline)
 
 
 if __name__ == "__main__":
