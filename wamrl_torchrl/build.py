@@ -101,14 +101,14 @@ class EnvFactory:
     plan: EpisodePlan
     start_states: dict[int, Tensor] = field(default_factory=dict)
 
-    def __call__(self, worker: int = 0, num_workers: int = 1) -> EnvBase:
+    def __call__(self, worker: int = 0, num_workers: int = 1) -> EnvBase:  # noqa: ARG002
         """Build the environment of one worker."""
         base = make_env(self.config, start_states=self.start_states or None)
-        return self.wrap(base, worker, num_workers)
+        return self.wrap(base, worker)
 
-    def wrap(self, base: EnvBase, worker: int = 0, num_workers: int = 1) -> EnvBase:
+    def wrap(self, base: EnvBase, worker: int = 0) -> EnvBase:
         """Add the transforms to a bare environment."""
-        deal = DealEpisodes(self.plan, worker=worker, num_workers=num_workers)
+        deal = DealEpisodes(self.plan, worker=worker)
         return TransformedEnv(base, Compose(NormalizeProprio(self.stats), deal))
 
 

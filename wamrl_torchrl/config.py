@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +35,7 @@ class EnvConfig:
     image_size: list[int] = field(default_factory=lambda: [224, 448])
     train_init_states: tuple[int, int] = (0, 40)  # from, to (excluded)
     eval_init_states: tuple[int, int] = (40, 50)  # held out
+    allow_overlap: bool = False  # train on init states that the run is evaluated on, as LIBERO's own protocol does
 
 
 @dataclass
@@ -94,7 +96,12 @@ class AlgoConfig:
     weight_task: float = 1.0
     weight_rec: float = 0.1
     normalize_advantage: bool = False
-    balance_tasks: bool = True  # deal tasks by their chance of a mixed group
+    # How often a task is dealt, by its running success p: by its chance of a mixed group (mixed), by (1-p)^gamma
+    # (failure), all alike (uniform), or by the numbers of task_weight_list (list).
+    task_weights: str = "mixed"
+    task_weight_floor: float = 0.1  # least weight of a task under mixed and failure
+    task_weight_gamma: float = 1.0
+    task_weight_list: list[float] | None = None  # one for each of the run's tasks, taken as they are
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     # actor
     epochs: int = 1
@@ -190,6 +197,7 @@ def _check(config: RunConfig) -> None:
         "algo.mode": (algo.mode, ("actor_only", "video_only", "alternate")),
         "model.action_mode": (config.model.action_mode, ACTION_MODES),
         "algo.imagination": (algo.imagination, ("frozen", "live")),
+        "algo.task_weights": (algo.task_weights, ("mixed", "failure", "uniform", "list")),
         "collector.topology": (config.collector.topology, ("direct", "multi_async")),
     }
     for name, (value, known) in choices.items():
@@ -197,6 +205,7 @@ def _check(config: RunConfig) -> None:
             raise ValueError(f"{name} must be one of {known}, got {value!r}")
     if algo.group_size < 2:
         raise ValueError(f"algo.group_size must be at least 2 (an advantage compares episodes), got {algo.group_size}")
+    _check_task_weights(algo)
     idm, share = config.model.action_mode == "idm", config.pretrain.action_idm_prob
     if config.model.policy is None and share == (0 if idm else 1):
         raise ValueError(
@@ -261,13 +270,34 @@ def _check(config: RunConfig) -> None:
             raise ValueError(f"{name} must lie in 0..1, got {share}")
 
 
-def check_held_out(config: RunConfig) -> None:
-    """Make sure that training is not evaluated on its own initial states.
+def _check_task_weights(algo: AlgoConfig) -> None:
+    weights = algo.task_weight_list
+    if (algo.task_weights == "list") != (weights is not None):
+        raise ValueError(
+            f"algo.task_weight_list belongs to algo.task_weights=list, got {weights} with {algo.task_weights!r}"
+        )
+    if weights is not None and not (all(0 <= w < math.inf for w in weights) and any(weights)):
+        raise ValueError(f"algo.task_weight_list must hold numbers of 0 and more, not all 0, got {weights}")
+    if not algo.task_weight_floor > 0:
+        raise ValueError(f"algo.task_weight_floor must be above 0 to keep all tasks, got {algo.task_weight_floor}")
+    if not algo.task_weight_gamma >= 0:
+        raise ValueError(f"algo.task_weight_gamma must not be negative, got {algo.task_weight_gamma}")
+
+
+def check_held_out(config: RunConfig) -> list[int]:
+    """Make sure that training is not evaluated on its own initial states, unless that is asked for.
+
+    Returns:
+        the init states that are trained and evaluated on, which only ``env.allow_overlap`` permits.
 
     Raises:
         ValueError: the two ranges overlap.
     """
     env = config.env
-    overlap = set(range(*env.train_init_states)) & set(range(*env.eval_init_states))
-    if overlap:
-        raise ValueError(f"env.train_init_states and env.eval_init_states share {sorted(overlap)}")
+    overlap = sorted(set(range(*env.train_init_states)) & set(range(*env.eval_init_states)))
+    if overlap and not env.allow_overlap:
+        raise ValueError(
+            f"env.train_init_states and env.eval_init_states share {overlap}: success would not be held out; "
+            "keep them apart, or set env.allow_overlap=true"
+        )
+    return overlap

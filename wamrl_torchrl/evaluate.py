@@ -61,7 +61,7 @@ def evaluate(
     episodes: list[TensorDictBase] = []
     try:
         with progress_bar(console, "evaluate", len(conditions)) as advance:
-            for episode in collect_episodes(iter(collector), len(conditions)):
+            for episode in collect_episodes(iter(collector), plan, len(conditions)):
                 episodes.append(episode)
                 advance(1, str(success_rate(episodes)))
     finally:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl._utils import timeit
 
 from wamrl_torchrl import schema
-from wamrl_torchrl.build import choose_device, frame_offsets
+from wamrl_torchrl.build import choose_device, frame_offsets, task_ids
 from wamrl_torchrl.cli import command
 from wamrl_torchrl.collectors.collect import collect_episodes, join_episodes, push_weights
 from wamrl_torchrl.config import RunConfig, check_held_out
@@ -28,7 +28,15 @@ from wamrl_torchrl.run import Run, draw_groups, prepare_start
 
 def train(config: RunConfig, console: Console) -> dict[str, Rate]:
     """Run the configured number of iterations and return the held-out success rates ``start`` and ``end``."""
-    check_held_out(config)
+    weights, tasks = config.algo.task_weight_list, task_ids(config.env)
+    if weights is not None and len(weights) != len(tasks):
+        raise ValueError(f"algo.task_weight_list must hold one number for each of the tasks {tasks}, got {weights}")
+    overlap = check_held_out(config)
+    if overlap:
+        console.print(
+            f"[yellow]Init states {overlap} are trained on and evaluated on (env.allow_overlap): what is called "
+            "held-out success below is none.[/yellow]"
+        )
     directory = Path(config.logger.directory)
     with timeit("start"):
         start = prepare_start(config, console)
@@ -92,16 +100,30 @@ def run_iteration(run: Run) -> dict[str, float]:
 def collect(run: Run) -> TensorDictBase:
     """Release the groups of an iteration and collect exactly their episodes, under one set of weights."""
     algo = run.config.algo
-    weights = run.advantage.task_weights(run.tasks) if algo.balance_tasks else torch.ones(len(run.tasks))
-    released = run.plan.release(draw_groups(run, weights), algo.group_size)
+    released = run.plan.release(draw_groups(run, task_weights(run)), algo.group_size)
     episodes: list[TensorDictBase] = []
     with progress_bar(run.console, f"iteration {run.iteration}/{algo.iterations}", len(released)) as advance:
-        for episode in collect_episodes(run.episodes, len(released)):
+        for episode in collect_episodes(run.episodes, run.plan, len(released)):
             episodes.append(episode)
             advance(1, f"success {success_rate(episodes)}")
     rollout = join_episodes(episodes)
     schema.validate_macro_step(rollout)
     return rollout
+
+
+def task_weights(run: Run) -> Tensor:
+    """Weight of each of the run's tasks, float32 [tasks]."""
+    algo = run.config.algo
+    if algo.task_weights == "uniform":
+        return torch.ones(len(run.tasks))
+    if algo.task_weight_list is not None:
+        return torch.tensor(algo.task_weight_list)
+    return run.advantage.task_weights(
+        run.tasks,
+        kind=algo.task_weights,  # type: ignore[arg-type]
+        floor=algo.task_weight_floor,
+        gamma=algo.task_weight_gamma,
+    )
 
 
 def check_parity(run: Run, rollout: TensorDictBase) -> dict[str, float]:

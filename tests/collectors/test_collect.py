@@ -65,7 +65,7 @@ def collector(request, factory, plan, tmp_path):
 
 def collect(iterator, plan, group_size=4):
     released = plan.release(GROUPS, group_size)
-    return released, join_episodes(list(collect_episodes(iterator, len(released))))
+    return released, join_episodes(list(collect_episodes(iterator, plan, len(released))))
 
 
 class TestCollect:
@@ -131,7 +131,7 @@ class TestRecords:
     def test_join_restores_the_order(self, factory, plan):
         collector = make_collector(factory, policy=make_policy())
         released = plan.release(GROUPS, 2)
-        episodes = list(collect_episodes(iter(collector), len(released)))
+        episodes = list(collect_episodes(iter(collector), plan, len(released)))
         collector.shutdown()
         assert torch.equal(join_episodes(episodes[::-1])["chain"], join_episodes(episodes)["chain"])
 

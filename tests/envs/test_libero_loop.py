@@ -42,7 +42,7 @@ def test_a_group_from_demonstration_to_advantage():
         collector = make_collector(lambda *_: env, policy=policy)
         init, seed = starts.draw(0, torch.Generator())
         released = plan.release(torch.tensor([[0, init, seed], [0, 1, 7]]), 2)
-        rollout = join_episodes(list(collect_episodes(iter(collector), len(released))))
+        rollout = join_episodes(list(collect_episodes(iter(collector), plan, len(released))))
         collector.shutdown()
     finally:
         plan.close()

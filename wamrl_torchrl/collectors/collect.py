@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
@@ -13,7 +14,10 @@ from torchrl.envs import EnvBase
 from torchrl.weight_update import MultiProcessWeightSyncScheme
 
 from wamrl_torchrl import schema
+from wamrl_torchrl.envs.episodes import EpisodePlan, describe_episode
 from wamrl_torchrl.modules.policy import FlowPolicy
+
+_log = logging.getLogger(__name__)
 
 #: Builds the environment of worker ``w`` of ``W``: ``make_env(worker, num_workers)``.
 MakeEnv = Callable[[int, int], EnvBase]
@@ -101,18 +105,36 @@ def make_collector(
     )
 
 
-def collect_episodes(episodes: Iterator[TensorDictBase], count: int) -> Iterator[TensorDictBase]:
+def collect_episodes(episodes: Iterator[TensorDictBase], plan: EpisodePlan, count: int) -> Iterator[TensorDictBase]:
     """Take ``count`` episodes from a running collector, one at a time as they end.
+
+    An episode whose simulator was lost (``("next", "invalid")``) is dropped with a warning and run again under the same
+    ids, so that its group completes.
 
     Args:
         episodes: ``iter(collector)``, kept by the caller from one iteration to the next.
+        plan: the plan that the collector's environments are dealt from.
         count: episodes that were released.
+
+    Raises:
+        RuntimeError: an episode was lost in each of the plan's ``max_attempts``.
     """
     while count:
         episode = next(episodes)
-        if int(episode[0].get(schema.EPISODE_ID)) != schema.PARKED:
-            count -= 1
-            yield episode
+        last = episode[-1]
+        ids = torch.cat([last.get(key) for key in schema.EPISODE_KEYS])
+        if int(ids[-1]) == schema.PARKED:
+            continue
+        if bool(last.get(("next", schema.INVALID))):
+            _log.warning(
+                "the simulator was lost in decision %d of an episode, which is run again: %s",
+                len(episode),
+                describe_episode(ids.tolist()),
+            )
+            plan.requeue(ids[-1:])
+            continue
+        count -= 1
+        yield episode
 
 
 def join_episodes(episodes: list[TensorDictBase]) -> TensorDictBase:

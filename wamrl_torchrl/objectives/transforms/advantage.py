@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -36,8 +36,9 @@ class GroupAdvantage(Transform):
 
     A group in which all or no episodes succeeded is dropped: judged on success, never on the return, since a dense
     reward differs inside every group and would turn noise into advantages. Episodes of groups that are not complete yet
-    are kept back until they are. If nothing is left to write, ``None`` is returned, which a replay buffer takes as
-    "nothing to extend".
+    are kept back until they are; an episode whose simulator was lost (``("next", "invalid")``) is left out, and its
+    group waits for another attempt of it. If nothing is left to write, ``None`` is returned, which a replay buffer
+    takes as "nothing to extend".
 
     Args:
         group_size: episodes of a group, at least 2.
@@ -81,6 +82,7 @@ class GroupAdvantage(Transform):
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
+        tensordict = _without_invalid(tensordict)
         if self._pending is not None:
             tensordict = torch.cat([self._pending, tensordict])
         done = tensordict.get(("next", "done")).squeeze(-1)
@@ -180,12 +182,28 @@ class GroupAdvantage(Transform):
             return_std=float(group_std[complete].mean()) if bool(complete.any()) else 0.0,
         )
 
-    def task_weights(self, task_ids: list[int], *, floor: float = 0.1) -> Tensor:
-        """Weights [len(task_ids)] to deal tasks with: the chance ``1 - p^G - (1-p)^G`` of a mixed group.
+    def task_weights(
+        self,
+        task_ids: list[int],
+        *,
+        kind: Literal["mixed", "failure"] = "mixed",
+        floor: float = 0.1,
+        gamma: float = 1.0,
+    ) -> Tensor:
+        """Weights float32 [len(task_ids)] to deal tasks with, by their running success p (0.5 if not seen yet).
 
-        Tasks not seen yet count as p = 0.5; ``floor`` keeps every task in play.
+        Args:
+            task_ids: the tasks.
+
+        Keyword Args:
+            kind: ``"mixed"`` is the chance ``1 - p^G - (1-p)^G`` of a group that gives an advantage; ``"failure"`` is
+                ``(1-p)^gamma``.
+            floor: least weight; keeps every task in play.
+            gamma: exponent of ``"failure"``.
         """
         p = torch.tensor([self._success.get(task, 0.5) for task in task_ids])
+        if kind == "failure":
+            return ((1 - p) ** gamma).clamp(min=floor)
         return (1 - p**self.group_size - (1 - p) ** self.group_size).clamp(min=floor)
 
     def get_extra_state(self) -> dict:
@@ -196,3 +214,15 @@ class GroupAdvantage(Transform):
         """Restore :meth:`get_extra_state`."""
         self._success = dict(state["success"])
         self._pending = state["pending"]
+
+
+def _without_invalid(tensordict: TensorDictBase) -> TensorDictBase:
+    """Leave out the rows of episodes whose simulator was lost, but keep those of a later attempt."""
+    invalid = tensordict.get(("next", schema.INVALID), None)
+    if invalid is None or not bool(invalid.any()):
+        return tensordict
+    episode, row_episode = tensordict.get(schema.EPISODE_ID).squeeze(-1).unique(return_inverse=True)
+    row = torch.arange(len(tensordict))
+    lost_at = torch.where(invalid.squeeze(-1), row, -1)
+    last_lost = torch.full((len(episode),), -1).scatter_reduce(0, row_episode, lost_at, "amax")
+    return tensordict[row > last_lost[row_episode]]
