@@ -57,6 +57,11 @@ class TestBadOptions:
             ("env.train_init_states=[5,5]", "train_init_states"),
             ("sde.stochastic_steps=11", "K_sde"),
             ("sde.stochastic_steps=none", "at least one"),
+            ("algo.task_weights=balanced", "algo.task_weights.*'balanced'"),
+            ("algo.task_weights=list", "task_weight_list"),
+            ("algo.task_weight_list=[1,2]", "task_weight_list.*'mixed'"),
+            ("algo.task_weight_floor=0", "task_weight_floor"),
+            ("algo.task_weight_gamma=-1", "task_weight_gamma"),
         ],
     )
     def test_values_are_refused_by_name(self, override, name):
@@ -73,7 +78,18 @@ class TestBadOptions:
         config = load("env.eval_init_states=[30,50]")
         with pytest.raises(ValueError, match=r"share \[30, .*39\]"):
             check_held_out(config)
-        check_held_out(load())
+        assert check_held_out(load()) == []
+
+    def test_training_on_evaluation_states_must_be_asked_for(self):
+        everything = ("env.train_init_states=[0,50]", "env.eval_init_states=[0,50]")
+        with pytest.raises(ValueError, match="env.allow_overlap=true"):
+            check_held_out(load(*everything))
+        assert check_held_out(load(*everything, "env.allow_overlap=true")) == [*range(50)]
+
+    @pytest.mark.parametrize("weights", ["[1,-1]", "[0,0]", "[nan,1]", "[inf,1]"])
+    def test_task_weights_that_are_none(self, weights):
+        with pytest.raises(ValueError, match="task_weight_list must hold"):
+            load("algo.task_weights=list", f"algo.task_weight_list={weights}")
 
     def test_actor_only_takes_any_replan(self):
         assert load("env.replan_steps=10", "algo.mode=actor_only").env.replan_steps == 10

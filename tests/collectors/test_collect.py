@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 import pytest
@@ -16,7 +17,9 @@ from wamrl_torchrl.collectors.collect import (
     trainable_weights,
 )
 from wamrl_torchrl.config import EnvConfig
+from wamrl_torchrl.envs.chunk import Outcome
 from wamrl_torchrl.envs.episodes import EpisodePlan
+from wamrl_torchrl.envs.tabletop import TableTopEnv
 from wamrl_torchrl.modules.checkpoint import load_policy, save_policy
 from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora
 from wamrl_torchrl.modules.policy import FlowPolicy, FlowSDEConfig
@@ -102,6 +105,55 @@ class TestCollect:
             for parameter, value in zip(actor_parameters(policy.model), before, strict=True):
                 parameter.copy_(value)
         torch.testing.assert_close(policy.log_prob_rows(rollout), rollout["log_prob_rows"], rtol=0, atol=1e-4)
+
+
+class LossyTableTop(TableTopEnv):
+    """Loses its simulator at the second decision of some episodes, as often as ``losses`` says by episode."""
+
+    losses: dict[int, int] = {}
+
+    def _execute(self, slots: torch.Tensor, actions: torch.Tensor, limits: torch.Tensor) -> Outcome:
+        outcome = super()._execute(slots, actions, limits)
+        lost = torch.zeros(len(slots), dtype=torch.bool)
+        for row, (episode, chunk) in enumerate(zip(self._episodes[slots, -1], self._chunk_index[slots], strict=True)):
+            if chunk == 1 and self.losses.get(int(episode), 0):
+                self.losses[int(episode)] -= 1
+                lost[row] = True
+        return outcome._replace(executed=outcome.executed * ~lost, success=outcome.success & ~lost, lost=lost)
+
+
+class TestLostSimulators:
+    def collect(self, factory, plan, losses: dict[int, int]):
+        env = LossyTableTop(3, image_size=(64, 128), max_episode_steps=20)
+        env.losses = losses
+        collector = make_collector(lambda *_: factory.wrap(env), policy=make_policy())
+        try:
+            return collect(iter(collector), plan)
+        finally:
+            collector.shutdown()
+
+    def test_their_episodes_are_run_again(self, factory, plan, caplog):
+        with caplog.at_level(logging.WARNING):
+            released, rollout = self.collect(factory, plan, {0: 1, 5: 2, 6: 1})
+        last = rollout[rollout["next", "done"].squeeze(-1)]
+        assert torch.equal(torch.cat([last[key] for key in schema.EPISODE_KEYS], -1), released)
+        assert not rollout["next", schema.INVALID].any()
+        assert rollout[schema.CHUNK_INDEX].squeeze(-1).tolist() == [0, 1, 2] * len(released)
+        assert [record.getMessage()[-12:] for record in caplog.records if "run again" in record.getMessage()].count(
+            "episode_id 5"
+        ) == 2
+
+        other = EpisodePlan()
+        undisturbed = self.collect(EnvFactory(factory.config, factory.stats, other), other, {})[1]
+        other.close()
+        for key in (schema.NOISE_SEED, schema.K_STAR, ("next", schema.SUCCESS)):
+            assert torch.equal(rollout[key], undisturbed[key]), key
+        # The policy's products are summed in another order when a slot is parked.
+        torch.testing.assert_close(rollout["chain"], undisturbed["chain"], rtol=0, atol=1e-4)
+
+    def test_the_run_stops_when_an_episode_loses_every_one(self, factory, plan):
+        with pytest.raises(RuntimeError, match="3 attempts: task_id 2, init_state_id 3, env_seed 6, .*episode_id 5"):
+            self.collect(factory, plan, {5: 3})
 
 
 class TestRecords:

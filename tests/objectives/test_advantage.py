@@ -111,6 +111,39 @@ class TestIncompleteGroups:
         assert len(second.inv(whole[2:])) == 4
 
 
+class TestLostSimulators:
+    """An episode whose simulator was lost counts neither as a failure nor as a member of its group."""
+
+    whole = {0: [True, False, True, False], 1: [True, False, False, False]}
+
+    def spoil(self, rollout: TensorDict, episode: int) -> TensorDict:
+        rollout = rollout.clone()
+        last = (rollout["episode_id"] == episode) & rollout["next", "done"]
+        return rollout.set(("next", schema.INVALID), last)
+
+    def test_a_group_waits_for_the_next_attempt(self):
+        rollout = make_rollout(self.whole)
+        spoilt = self.spoil(rollout, 5)
+        again = spoilt[(rollout["episode_id"] == 5).squeeze(-1)]
+        again["next", schema.INVALID] = torch.zeros_like(again["next", schema.INVALID])
+        expected = GroupAdvantage(4, weight_rec=0).inv(rollout)
+        transform = GroupAdvantage(4, weight_rec=0)
+        first = transform.inv(spoilt)
+        assert first["group_id"].unique().tolist() == [0]
+        assert transform.report.episodes == 4
+        second = transform.inv(again)
+        assert torch.equal(torch.cat([first, second])["advantage"].sort(0).values, expected["advantage"].sort(0).values)
+
+        both = GroupAdvantage(4, weight_rec=0).inv(torch.cat([spoilt, again]))
+        assert torch.equal(both["advantage"].sort(0).values, expected["advantage"].sort(0).values)
+
+    def test_nothing_else_is_there(self):
+        rollout = make_rollout({0: [True]})
+        transform = GroupAdvantage(2, weight_rec=0)
+        assert transform.inv(self.spoil(rollout, 0)) is None
+        assert transform.report.episodes == 0
+
+
 class TestTaskWeights:
     def test_prefer_tasks_whose_groups_are_mixed(self):
         transform = GroupAdvantage(4, weight_rec=0, success_momentum=0.0)
@@ -123,6 +156,11 @@ class TestTaskWeights:
         expected = [max(0.1, 1 - p**4 - (1 - p) ** 4) for p in rates]
         torch.testing.assert_close(weights, torch.tensor(expected))
         assert float(transform.task_weights([99])) == pytest.approx(1 - 2 * 0.5**4)
+
+        failure = transform.task_weights([*tasks, 99], kind="failure", floor=0.2, gamma=2.0)
+        expected = [max(0.2, (1 - p) ** 2) for p in [*rates, 0.5]]
+        torch.testing.assert_close(failure, torch.tensor(expected))
+        assert transform.task_weights(tasks, kind="failure", gamma=0.0).tolist() == [1.0] * len(tasks)
 
 
 class TestBadInput:
