@@ -82,7 +82,7 @@ class TestBadOptions:
 
     def test_training_on_evaluation_states_must_be_asked_for(self):
         everything = ("env.train_init_states=[0,50]", "env.eval_init_states=[0,50]")
-        with pytest.raises(ValueError, match="env.allow_overlap=true"):
+        with pytest.raises(ValueError, match=r"env\.allow_overlap=true"):
             check_held_out(load(*everything))
         assert check_held_out(load(*everything, "env.allow_overlap=true")) == [*range(50)]
 

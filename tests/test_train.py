@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from tests.conftest import make_states
 from wamrl_torchrl.config import CONFIG_DIR, RunConfig, parse_config
 from wamrl_torchrl.modules.checkpoint import load_policy, save_policy
-from wamrl_torchrl.train import train
+from wamrl_torchrl.objectives.transforms import GroupAdvantage
+from wamrl_torchrl.train import task_weights, train
 
 TINY_RUN = (
     "env=tabletop",
@@ -122,6 +124,27 @@ class TestResume:
         train(load(directory), console)
         first, second = tensors(finished / "policy"), tensors(directory / "policy")
         assert all(torch.equal(value, second[key]) for key, value in first.items())
+
+
+class TestTaskWeights:
+    @pytest.mark.parametrize(
+        ("options", "weights"),
+        [
+            (("algo.task_weights=mixed",), [1 - 2 * 0.5**4] * 2),
+            (("algo.task_weights=failure", "algo.task_weight_gamma=3"), [0.125] * 2),
+            (("algo.task_weights=failure", "algo.task_weight_floor=0.7"), [0.7] * 2),
+            (("algo.task_weights=uniform",), [1.0] * 2),
+            (("algo.task_weights=list", "algo.task_weight_list=[3,0]"), [3.0, 0.0]),
+        ],
+    )
+    def test_follow_the_options(self, tmp_path, options, weights):
+        """Of tasks that were not seen yet."""
+        run = SimpleNamespace(config=load(tmp_path, *options), tasks=[0, 1], advantage=GroupAdvantage(4))
+        assert task_weights(run).tolist() == pytest.approx(weights)
+
+    def test_a_list_has_a_number_for_each_task(self, tmp_path, console):
+        with pytest.raises(ValueError, match=r"task_weight_list.*\[0, 1\].*\[1\.0\]"):
+            train(load(tmp_path, "algo.task_weights=list", "algo.task_weight_list=[1]"), console)
 
 
 class TestModes:

@@ -110,7 +110,9 @@ class TestCollect:
 class LossyTableTop(TableTopEnv):
     """Loses its simulator at the second decision of some episodes, as often as ``losses`` says by episode."""
 
-    losses: dict[int, int] = {}
+    def __init__(self, losses: dict[int, int]) -> None:
+        super().__init__(3, image_size=(64, 128), max_episode_steps=20)
+        self.losses = dict(losses)
 
     def _execute(self, slots: torch.Tensor, actions: torch.Tensor, limits: torch.Tensor) -> Outcome:
         outcome = super()._execute(slots, actions, limits)
@@ -124,8 +126,7 @@ class LossyTableTop(TableTopEnv):
 
 class TestLostSimulators:
     def collect(self, factory, plan, losses: dict[int, int]):
-        env = LossyTableTop(3, image_size=(64, 128), max_episode_steps=20)
-        env.losses = losses
+        env = LossyTableTop(losses)
         collector = make_collector(lambda *_: factory.wrap(env), policy=make_policy())
         try:
             return collect(iter(collector), plan)
@@ -139,9 +140,7 @@ class TestLostSimulators:
         assert torch.equal(torch.cat([last[key] for key in schema.EPISODE_KEYS], -1), released)
         assert not rollout["next", schema.INVALID].any()
         assert rollout[schema.CHUNK_INDEX].squeeze(-1).tolist() == [0, 1, 2] * len(released)
-        assert [record.getMessage()[-12:] for record in caplog.records if "run again" in record.getMessage()].count(
-            "episode_id 5"
-        ) == 2
+        assert sum("run again" in text and text.endswith("episode_id 5") for text in caplog.messages) == 2
 
         other = EpisodePlan()
         undisturbed = self.collect(EnvFactory(factory.config, factory.stats, other), other, {})[1]
@@ -152,7 +151,7 @@ class TestLostSimulators:
         torch.testing.assert_close(rollout["chain"], undisturbed["chain"], rtol=0, atol=1e-4)
 
     def test_the_run_stops_when_an_episode_loses_every_one(self, factory, plan):
-        with pytest.raises(RuntimeError, match="3 attempts: task_id 2, init_state_id 3, env_seed 6, .*episode_id 5"):
+        with pytest.raises(RuntimeError, match=r"3 attempts: task_id 2, init_state_id 3, env_seed 6, .*episode_id 5"):
             self.collect(factory, plan, {5: 3})
 
 

@@ -114,15 +114,13 @@ class TestIncompleteGroups:
 class TestLostSimulators:
     """An episode whose simulator was lost counts neither as a failure nor as a member of its group."""
 
-    whole = {0: [True, False, True, False], 1: [True, False, False, False]}
-
     def spoil(self, rollout: TensorDict, episode: int) -> TensorDict:
         rollout = rollout.clone()
         last = (rollout["episode_id"] == episode) & rollout["next", "done"]
         return rollout.set(("next", schema.INVALID), last)
 
     def test_a_group_waits_for_the_next_attempt(self):
-        rollout = make_rollout(self.whole)
+        rollout = make_rollout({0: [True, False, True, False], 1: [True, False, False, False]})
         spoilt = self.spoil(rollout, 5)
         again = spoilt[(rollout["episode_id"] == 5).squeeze(-1)]
         again["next", schema.INVALID] = torch.zeros_like(again["next", schema.INVALID])
