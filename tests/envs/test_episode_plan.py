@@ -370,13 +370,8 @@ class TestDealing:
         with pytest.raises(RuntimeError, match="closed"):
             plan.release(GROUPS, 1)
 
-    @pytest.mark.parametrize(
-        ("build", "message"),
-        [
-            (lambda: EpisodePlan(max_attempts=0), "max_attempts"),
-            (lambda: DealEpisodes(EpisodePlan(), worker=-1), r"worker.*0\.\."),
-        ],
-    )
-    def test_bad_options(self, build, message):
-        with pytest.raises(ValueError, match=message):
-            build()
+    def test_bad_options(self, plan):
+        with pytest.raises(ValueError, match="max_attempts"):
+            EpisodePlan(max_attempts=0)
+        with pytest.raises(ValueError, match=r"worker.*0\.\."):
+            DealEpisodes(plan, worker=-1)
