@@ -11,8 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 from tensordict import TensorDict
 
+from benchmarks.libero_kills import Disturbance, collect, differences
 from tests.envs._libero import PARKED, act, random_actions, request
 from wamrl_torchrl import schema
 from wamrl_torchrl.envs import libero_pool
@@ -241,3 +243,18 @@ class TestStart:
         env = fake(5)
         assert len(set(pids_of(env))) == 5
         assert max(starting) == 2
+
+
+class TestDisturbedCollection:
+    def test_groups_complete_as_if_nothing_had_happened(self, fake):
+        options = {"step_s": 0.01, "reset_s": 0.1, "background_reset": True, "max_failures": 50}
+        wanted = collect(fake(4, **options), console=Console(quiet=True))
+        env, found = fake(4, step_timeout_s=1.0, **options), []
+        env._pool.timeout_s = 5.0
+        disturbance = Disturbance(env, kills=10, stops=5, pause_s=0.3)
+        while disturbance.ident is None or disturbance.is_alive():
+            found.append(collect(env, on_episode=disturbance.ensure_started, console=Console(quiet=True)))
+        assert len(disturbance.sent) == 15
+        assert len(env.losses) >= 14  # the last one may not be noticed any more
+        assert all(differences(wanted, records) == [] for records in found)
+        assert not any(psutil.pid_exists(pid) for _, pid in disturbance.sent[:-1])
