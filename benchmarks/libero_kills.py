@@ -74,7 +74,7 @@ def collect(
     finally:
         collector.shutdown(close_env=False)
         plan.close()
-    return join_episodes(episodes)
+    return join_episodes(episodes).exclude("collector")  # numbers of trajectories, lost ones included
 
 
 class Disturbance(threading.Thread):
