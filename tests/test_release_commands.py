@@ -140,8 +140,11 @@ class TestUse:
     def test_evaluates(self, release, imported, tmp_path, capsys):
         options = ("evaluation.episodes=2", "env.max_episode_steps=8", "env.eval_init_states=[0,50]")
         contexts = f"model.contexts={release / 'contexts.safetensors'}"
-        evaluate(load(tmp_path, f"model.policy={imported}", contexts, *options), Console())
-        assert json.loads((tmp_path / "evaluation.json").read_text()).keys() == {"0", "1"}
+        evaluate(load(tmp_path, f"model.policy={imported}", contexts, *options), Console(width=120))
+        result = json.loads((tmp_path / "evaluation.json").read_text())
+        assert [task["task_id"] for task in result["tasks"]] == [0, 1]
+        assert result["policy"] == str(imported)
+        assert "put the red block on the yellow plate" in capsys.readouterr().out
 
     def test_a_vae_that_moved_is_asked_for(self, release, imported, tmp_path):
         config = json.loads((imported / "config.json").read_text())

@@ -16,13 +16,25 @@ from wamrl_torchrl.config import EnvConfig, RunConfig
 from wamrl_torchrl.data.stats import DatasetStats, NormalizeProprio
 from wamrl_torchrl.envs.episodes import DealEpisodes, EpisodePlan
 from wamrl_torchrl.envs.libero import LiberoEnv
+from wamrl_torchrl.envs.libero_suites import SUITES
 from wamrl_torchrl.envs.libero_suites import instructions as libero_instructions
+from wamrl_torchrl.envs.tabletop import MAX_EPISODE_STEPS as TABLETOP_HORIZON
 from wamrl_torchrl.envs.tabletop import TABLETOP_INSTRUCTIONS, TableTopEnv
 from wamrl_torchrl.modules.fastwam.codec import TinyCodec
 from wamrl_torchrl.modules.fastwam.config import ACTION_MODES, FastWAMConfig, preset
 from wamrl_torchrl.modules.fastwam.context import ContextBank
 from wamrl_torchrl.modules.fastwam.model import FastWAM
 from wamrl_torchrl.modules.policy import FlowPolicy, IDMConfig
+
+#: Actions that an episode of LIBERO's standard protocol may take, settling not counted, as published with OpenVLA
+#: (``run_libero_eval.py``) and used since. :data:`~wamrl_torchrl.envs.libero_suites.SUITES` are ours for training.
+STANDARD_HORIZONS = {
+    "libero_spatial": 220,
+    "libero_object": 280,
+    "libero_goal": 300,
+    "libero_10": 520,
+    "libero_90": 400,
+}
 
 
 def choose_device(name: str) -> torch.device:
@@ -62,22 +74,41 @@ def task_ids(config: EnvConfig) -> list[int]:
     return ids
 
 
+def horizon(config: EnvConfig) -> int:
+    """Actions that an episode may take, settling not counted.
+
+    Raises:
+        ValueError: the standard horizon is asked for and none is published for the suite.
+    """
+    if config.max_episode_steps is not None:
+        return config.max_episode_steps
+    if config.name == "tabletop":
+        return TABLETOP_HORIZON
+    known = STANDARD_HORIZONS if config.standard_horizon else SUITES
+    if config.suite not in known:
+        raise ValueError(
+            f"no horizon is known for {config.suite}, only for {', '.join(known)}: set env.max_episode_steps"
+        )
+    return known[config.suite]
+
+
 def frame_offsets(config: EnvConfig) -> tuple[int, ...]:
     """Offsets of the future frames: every 4th executed action, as the video expert sees the world."""
     return tuple(range(schema.VIDEO_STRIDE, config.replan_steps + 1, schema.VIDEO_STRIDE))
 
 
-def make_env(config: EnvConfig, *, start_states: dict[int, Tensor] | None = None) -> LiberoEnv | TableTopEnv:
-    """Build the bare environment of one worker."""
+def make_env(
+    config: EnvConfig, *, start_states: dict[int, Tensor] | None = None, future_frames: bool = True
+) -> LiberoEnv | TableTopEnv:
+    """Build the bare environment of one worker; without ``future_frames`` only what the policy sees is rendered."""
     common: dict[str, Any] = {
         "task_ids": task_ids(config),
         "replan_steps": config.replan_steps,
-        "frame_offsets": frame_offsets(config),
+        "max_episode_steps": horizon(config),
+        "frame_offsets": frame_offsets(config) if future_frames else (),
         "init_state_ids": range(*config.train_init_states),
         "start_states": start_states,
     }
-    if config.max_episode_steps is not None:
-        common["max_episode_steps"] = config.max_episode_steps
     if config.name == "tabletop":
         height, width = config.image_size
         return TableTopEnv(config.num_envs, image_size=(height, width), **common)
@@ -94,16 +125,18 @@ class EnvFactory:
         stats: normalisation of proprioception.
         plan: where the episodes come from.
         start_states: extra start states by task.
+        future_frames: render the frames of a chunk that training and videos need.
     """
 
     config: EnvConfig
     stats: DatasetStats
     plan: EpisodePlan
     start_states: dict[int, Tensor] = field(default_factory=dict)
+    future_frames: bool = True
 
     def __call__(self, worker: int = 0, num_workers: int = 1) -> EnvBase:  # noqa: ARG002
         """Build the environment of one worker."""
-        base = make_env(self.config, start_states=self.start_states or None)
+        base = make_env(self.config, start_states=self.start_states or None, future_frames=self.future_frames)
         return self.wrap(base, worker)
 
     def wrap(self, base: EnvBase, worker: int = 0) -> EnvBase:

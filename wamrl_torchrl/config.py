@@ -28,7 +28,8 @@ class EnvConfig:
     task_ids: list[int] | None = None  # all tasks of the suite if null
     num_envs: int = 2  # simulator processes (LIBERO) or vectorised slots (tabletop) per collector
     replan_steps: int = 8  # actions executed per decision; a multiple of 4 where video is trained
-    max_episode_steps: int | None = None  # the suite's own horizon if null
+    max_episode_steps: int | None = None  # the horizon of the world or suite if null
+    standard_horizon: bool = False  # of LIBERO, that is the published one; evaluation.protocol=standard sets it
     settle_steps: int = 10  # no-ops after a reset (LIBERO; the released protocol waits 30)
     background_reset: bool = True  # a simulator that resets does not hold up the others (LIBERO; not in evaluation)
     max_failures: int = 3  # simulators lost in one slot, with no whole episode between, before the run stops (LIBERO)
@@ -139,11 +140,16 @@ class CollectorConfig:
 
 @dataclass
 class EvalConfig:
-    """Evaluation: every task and held-out init state, by the ODE."""
+    """Evaluation by the ODE."""
 
+    # held_out: env.eval_init_states of every task. standard: LIBERO's benchmark, all 50 init states of every task once,
+    # within the published horizons unless env.max_episode_steps is set.
+    protocol: str = "held_out"
     every: int = 0  # iterations between evaluations; 0 evaluates before the first and after the last only
     repeats: int = 1  # env seeds per task and init state
+    seed: int = 0  # the first of them
     episodes: int | None = None  # at most so many, spread over tasks; all if null
+    videos: int = 0  # wamrl-eval: the first so many episodes of every task are written as MP4
 
 
 @dataclass
@@ -199,6 +205,7 @@ def _check(config: RunConfig) -> None:
         "algo.imagination": (algo.imagination, ("frozen", "live")),
         "algo.task_weights": (algo.task_weights, ("mixed", "failure", "uniform", "list")),
         "collector.topology": (config.collector.topology, ("direct", "multi_async")),
+        "evaluation.protocol": (config.evaluation.protocol, ("held_out", "standard")),
     }
     for name, (value, known) in choices.items():
         if value not in known:
@@ -243,6 +250,16 @@ def _check(config: RunConfig) -> None:
     for name, number in positive.items():
         if number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}")
+    evaluation = config.evaluation
+    if evaluation.seed < 0 or evaluation.videos < 0:
+        raise ValueError(
+            f"evaluation.seed and evaluation.videos must not be negative, got {evaluation.seed}, {evaluation.videos}"
+        )
+    if evaluation.protocol == "standard" and (evaluation.repeats != 1 or evaluation.episodes is not None):
+        raise ValueError(
+            f"evaluation.protocol=standard runs every init state of every task once: set evaluation.repeats=1 and "
+            f"evaluation.episodes=null, got {evaluation.repeats} and {evaluation.episodes}"
+        )
     for name, (first, stop) in {"train": env.train_init_states, "eval": env.eval_init_states}.items():
         if not 0 <= first < stop:
             raise ValueError(f"env.{name}_init_states must be (from, to) with 0 <= from < to, got {(first, stop)}")
@@ -284,6 +301,12 @@ def _check_task_weights(algo: AlgoConfig) -> None:
         raise ValueError(f"algo.task_weight_gamma must not be negative, got {algo.task_weight_gamma}")
 
 
+def eval_init_states(config: RunConfig) -> range:
+    """Init states that the run's evaluation protocol starts from."""
+    standard = config.evaluation.protocol == "standard"
+    return range(PLAIN_INIT_STATES) if standard else range(*config.env.eval_init_states)
+
+
 def check_held_out(config: RunConfig) -> list[int]:
     """Make sure that training is not evaluated on its own initial states, unless that is asked for.
 
@@ -293,11 +316,12 @@ def check_held_out(config: RunConfig) -> list[int]:
     Raises:
         ValueError: the two ranges overlap.
     """
-    env = config.env
-    overlap = sorted(set(range(*env.train_init_states)) & set(range(*env.eval_init_states)))
-    if overlap and not env.allow_overlap:
+    overlap = sorted(set(range(*config.env.train_init_states)) & set(eval_init_states(config)))
+    if overlap and not config.env.allow_overlap:
+        standard = config.evaluation.protocol == "standard"
+        evaluated = "evaluation.protocol=standard" if standard else "env.eval_init_states"
         raise ValueError(
-            f"env.train_init_states and env.eval_init_states share {overlap}: success would not be held out; "
+            f"env.train_init_states and {evaluated} share {overlap}: success would not be held out; "
             "keep them apart, or set env.allow_overlap=true"
         )
     return overlap

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
+
+from wamrl_torchrl.data.analysis import Rate
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -47,6 +50,25 @@ def metric_table(title: str, metrics: Mapping[str, object]) -> Table:
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    return table
+
+
+def success_table(title: str, rows: Iterable[tuple[str, str, Rate, float]]) -> Table:
+    """Table of success by task.
+
+    Args:
+        title: its heading.
+        rows: task, instruction, success rate, and mean steps of the successes (NaN without one).
+    """
+    table = Table(title=title, title_justify="left")
+    table.add_column("task", justify="right")
+    table.add_column("instruction")
+    for name in ("k/n", "rate", "interval", "steps"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for task, instruction, rate, steps in rows:
+        low, high = rate.interval()
+        mean = "-" if math.isnan(steps) else f"{steps:.0f}"
+        table.add_row(task, instruction, f"{rate.k}/{rate.n}", f"{rate.value:.3f}", f"[{low:.3f}, {high:.3f}]", mean)
     return table
 
 

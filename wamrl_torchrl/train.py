@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,9 +20,10 @@ from wamrl_torchrl.collectors.collect import collect_episodes, join_episodes, pu
 from wamrl_torchrl.config import RunConfig, check_held_out
 from wamrl_torchrl.data.analysis import Rate
 from wamrl_torchrl.data.episodes import episodes_from_rollout
-from wamrl_torchrl.evaluate import eval_conditions, evaluate, success_rate, task_rates, total_rate
+from wamrl_torchrl.evaluate import episode_frames, evaluate, success_rate, task_rates, total_rate
 from wamrl_torchrl.learner import is_half, parity, recompute_log_probs
 from wamrl_torchrl.modules.checkpoint import load_policy, save_policy
+from wamrl_torchrl.protocol import eval_conditions, protocol_env
 from wamrl_torchrl.report import metric_table, plot_curves, progress_bar, write_video
 from wamrl_torchrl.run import Run, draw_groups, prepare_start
 
@@ -37,6 +39,7 @@ def train(config: RunConfig, console: Console) -> dict[str, Rate]:
             f"[yellow]Init states {overlap} are trained on and evaluated on (env.allow_overlap): what is called "
             "held-out success below is none.[/yellow]"
         )
+    config = replace(config, env=protocol_env(config))  # one horizon for rollouts and evaluation
     directory = Path(config.logger.directory)
     with timeit("start"):
         start = prepare_start(config, console)
@@ -184,10 +187,7 @@ def rollout_frames(run: Run, records: TensorDictBase) -> Tensor:
     last = records[records.get(("next", "done")).squeeze(-1)]
     best = last.get(("next", schema.SUCCESS)).squeeze(-1).long().argmax()
     episode = records[(records.get(schema.EPISODE_ID) == last.get(schema.EPISODE_ID)[best]).squeeze(-1)]
-    if run.config.env.replan_steps % schema.VIDEO_STRIDE:
-        return episode.get(schema.IMAGE)  # decisions do not lie on the grid of every 4th step
-    offsets = frame_offsets(run.config.env)
-    return episodes_from_rollout(episode, frame_offsets=offsets, only_success=False)[0].get("frames")
+    return episode_frames(episode, run.config.env)
 
 
 def finish(run: Run) -> None:

@@ -15,7 +15,9 @@ from wamrl_torchrl.envs.chunk import ChunkEnv, Outcome
 from wamrl_torchrl.envs.tabletop_render import render
 from wamrl_torchrl.envs.tabletop_world import TABLETOP_INSTRUCTIONS
 
-__all__ = ["TABLETOP_INSTRUCTIONS", "TableTopEnv"]
+__all__ = ["MAX_EPISODE_STEPS", "TABLETOP_INSTRUCTIONS", "TableTopEnv"]
+
+MAX_EPISODE_STEPS = 64  # default horizon, in executed actions
 
 
 class TableTopEnv(ChunkEnv):
@@ -58,7 +60,7 @@ class TableTopEnv(ChunkEnv):
         start_states: Mapping[int, Tensor] | None = None,
         replan_steps: int = 8,
         frame_offsets: Sequence[int] = schema.FRAME_OFFSETS,
-        max_episode_steps: int = 64,
+        max_episode_steps: int = MAX_EPISODE_STEPS,
         image_size: tuple[int, int] = (64, 128),
     ) -> None:
         if len(image_size) != 2 or any(size < 32 or size % 32 for size in image_size):

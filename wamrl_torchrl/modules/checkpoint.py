@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -99,6 +100,19 @@ def load_policy(
     path = directory / TENSOR_FILE
     fill(policy, read_safetensors(path), source=path, device=device)
     return policy
+
+
+def weights_digest(policy: FlowPolicy) -> str:
+    """SHA-256, in hex, of a policy's tensors with their names, dtypes and shapes: weights, contexts and statistics.
+
+    Neither where the policy lives nor on which device changes it. The Wan VAE, which is not saved with a policy, has no
+    part in it.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(policy.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _make_codec(recipe: dict[str, Any], directory: Path, vae: str | Path | None, device: torch.device | str) -> Codec:
