@@ -7,7 +7,7 @@ import fcntl
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -250,7 +250,7 @@ class EpisodePlan:
             self._counters[_FIRST_OPEN] = self._counters[_RELEASED]
 
 
-def describe_episode(ids: list[int]) -> str:
+def describe_episode(ids: Sequence[int]) -> str:
     """Text of an episode's five ids, for messages."""
     return ", ".join(f"{key} {value}" for key, value in zip(schema.EPISODE_KEYS, ids, strict=True))
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from wamrl_torchrl import schema
 from wamrl_torchrl.envs.chunk import ChunkEnv, Outcome
+from wamrl_torchrl.envs.episodes import describe_episode
 from wamrl_torchrl.envs.libero_pool import Lost, SimPool
 from wamrl_torchrl.envs.libero_suites import EXPERT_SUITES, SUITES, check_gl, load_suite, worker_environment
 from wamrl_torchrl.envs.libero_worker import Layout
@@ -190,8 +191,7 @@ class LiberoEnv(ChunkEnv):
 
     # ---- the simulators -----------------------------------------------------------------------------------------
     def _what(self, phase: str, episode: Sequence[int]) -> str:
-        ids = ", ".join(f"{key} {value}" for key, value in zip(schema.EPISODE_KEYS, episode, strict=True))
-        return f"{phase} of {self.suite.name}, {ids}"
+        return f"{phase} of {self.suite.name}, {describe_episode(episode)}"
 
     def _running_pool(self) -> SimPool:
         if not self._finalizer.alive or not self._pool.processes:
