@@ -145,6 +145,14 @@ class TestLossInAStep:
             assert bool(step[schema.INVALID])
         assert len(env.losses) == 1
 
+    def test_the_same_ids_ask_for_the_same_episode(self, fake):
+        env = fake(1)
+        first = env.reset(request(A))
+        os.kill(pids_of(env)[0], signal.SIGKILL)
+        step = chunks(env, first, 1)[0]
+        again = env.reset(step.select(*schema.EPISODE_KEYS))
+        assert (again == first).all()
+
     def test_a_whole_episode_between_two_losses_is_forgiven(self, fake):
         env = fake(1, max_failures=2)
         for _ in range(3):

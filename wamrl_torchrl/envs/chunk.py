@@ -40,7 +40,8 @@ class ChunkEnv(EnvBase):
     dealt or asked for; asking again to park it keeps it parked.
 
     A step in which a slot's simulator was lost has ``("next", "invalid")`` set: nothing was executed, the episode is
-    truncated and void, and whoever dealt it should deal it again (the same five ids give the same episode).
+    truncated and void, and whoever dealt it should deal it again: the same five ids give the same episode, and are no
+    mere echo then.
 
     Subclasses implement :meth:`_start_episodes`, :meth:`_execute`, :meth:`_observe` and :meth:`_draw_episodes`, and
     :meth:`_await_starts` if an episode's start takes time.
@@ -95,6 +96,7 @@ class ChunkEnv(EnvBase):
         self._episodes = torch.full((num_envs, len(schema.EPISODE_KEYS)), schema.PARKED, dtype=torch.int64)
         self._starting = self._episodes.clone()  # episodes of the slots that are pending
         self._slot_tasks = torch.full((num_envs,), -1, dtype=torch.int64)
+        self._lost = torch.zeros(num_envs, dtype=torch.bool)  # slots whose last step lost their simulator
         self._steps = torch.zeros(num_envs, dtype=torch.int64)
         self._chunk_index = torch.zeros(num_envs, dtype=torch.int64)
         self._next_episode_id = 0
@@ -190,7 +192,7 @@ class ChunkEnv(EnvBase):
             return dealt
         asked = torch.stack([tensordict.get(key).reshape(self.num_envs) for key in have], -1)[slots]
         is_echo = (asked == self._episodes[slots][:, columns]).all(-1, keepdim=True)
-        is_echo &= torch.tensor(schema.EPISODE_ID in have) & ~self.parked[slots, None]
+        is_echo &= torch.tensor(schema.EPISODE_ID in have) & ~(self.parked | self._lost)[slots, None]
         dealt[:, columns] = torch.where(is_echo, dealt[:, columns], asked)
         return dealt
 
@@ -260,9 +262,10 @@ class ChunkEnv(EnvBase):
 
         executed = torch.zeros(self.num_envs, dtype=torch.int64)
         success = torch.zeros(self.num_envs, dtype=torch.bool)
-        lost = torch.zeros(self.num_envs, dtype=torch.bool)
+        self._lost[:] = False
         if outcome.lost is not None:
-            lost[slots] = outcome.lost
+            self._lost[slots] = outcome.lost
+        lost = self._lost.clone()
         executed[slots] = outcome.executed
         success[slots] = outcome.success
         self._steps += executed
