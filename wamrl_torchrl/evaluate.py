@@ -15,7 +15,7 @@ from rich.console import Console
 from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.collectors import Collector
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import ExplorationType
 
 from wamrl_torchrl import schema
@@ -73,8 +73,16 @@ def iter_evaluation(
 def evaluate(
     env: EnvBase, policy: FlowPolicy, plan: EpisodePlan, conditions: Tensor, console: Console
 ) -> TensorDictBase:
-    """Run every condition once, as :func:`iter_evaluation`, and return the records of all episodes in order, flat."""
-    return join_episodes(list(iter_evaluation(env, policy, plan, conditions, console)))
+    """Run every condition once, as :func:`iter_evaluation`, and return the records of all episodes in order, flat.
+
+    Resets wait for each other meanwhile: which slot runs an episode, and so its row in a batch, depends on no timing.
+    """
+    chunk_env = env.base_env if isinstance(env, TransformedEnv) else env
+    background, chunk_env.background_reset = chunk_env.background_reset, False
+    try:
+        return join_episodes(list(iter_evaluation(env, policy, plan, conditions, console)))
+    finally:
+        chunk_env.background_reset = background
 
 
 def success_rate(episodes: list[TensorDictBase]) -> Rate:
