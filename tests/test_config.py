@@ -35,6 +35,10 @@ class TestCompose:
     def test_command_line_beats_preset(self):
         assert load("preset=laptop", "algo.iterations=7").algo.iterations == 7
 
+    @pytest.mark.parametrize("suite", ["libero_goal+libero_spatial_swap", "/data/libero_goal/*_add_*.bddl"])
+    def test_suite_needs_no_quotes(self, suite):
+        assert load(f"env.suite={suite}").env.suite == suite
+
 
 class TestBadOptions:
     @pytest.mark.parametrize(

@@ -107,6 +107,14 @@ class TestConditions:
             config = parse_config(compose("train", [f"env={suite}", "evaluation.protocol=standard"]))
         assert eval_conditions(config).tolist() == [[task, init, 0] for task in range(10) for init in range(50)]
 
+    @pytest.mark.libero
+    def test_a_mix_has_the_horizons_of_its_suites(self):
+        config = EnvConfig(suite="libero_spatial_swap+libero_10")
+        assert horizon(config) == [240] * 10 + [520] * 10
+        config.standard_horizon = True
+        assert horizon(config) == [220] * 10 + [520] * 10
+        assert horizon(EnvConfig(suite="libero_spatial_swap", standard_horizon=True)) == 220
+
     @pytest.mark.parametrize(("suite", "own", "standard"), [("libero_spatial", 240, 220), ("libero_90", 520, 400)])
     def test_the_standard_protocol_has_the_published_horizons(self, suite, own, standard):
         with initialize_config_dir(CONFIG_DIR, version_base="1.3"):

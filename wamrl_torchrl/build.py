@@ -16,7 +16,7 @@ from wamrl_torchrl.config import EnvConfig, RunConfig
 from wamrl_torchrl.data.stats import DatasetStats, NormalizeProprio
 from wamrl_torchrl.envs.episodes import DealEpisodes, EpisodePlan
 from wamrl_torchrl.envs.libero import LiberoEnv
-from wamrl_torchrl.envs.libero_suites import SUITES
+from wamrl_torchrl.envs.libero_suites import base_suite, default_horizon, load_suite
 from wamrl_torchrl.envs.libero_suites import instructions as libero_instructions
 from wamrl_torchrl.envs.tabletop import MAX_EPISODE_STEPS as TABLETOP_HORIZON
 from wamrl_torchrl.envs.tabletop import TABLETOP_INSTRUCTIONS, TableTopEnv
@@ -27,7 +27,8 @@ from wamrl_torchrl.modules.fastwam.model import FastWAM
 from wamrl_torchrl.modules.policy import FlowPolicy, IDMConfig
 
 #: Actions that an episode of LIBERO's standard protocol may take, settling not counted, as published with OpenVLA
-#: (``run_libero_eval.py``) and used since. :data:`~wamrl_torchrl.envs.libero_suites.SUITES` are ours for training.
+#: (``run_libero_eval.py``) and used since. A perturbed suite has that of the suite it perturbs.
+#: :data:`~wamrl_torchrl.envs.libero_suites.SUITES` are ours for training.
 STANDARD_HORIZONS = {
     "libero_spatial": 220,
     "libero_object": 280,
@@ -74,8 +75,8 @@ def task_ids(config: EnvConfig) -> list[int]:
     return ids
 
 
-def horizon(config: EnvConfig) -> int:
-    """Actions that an episode may take, settling not counted.
+def horizon(config: EnvConfig) -> int | list[int]:
+    """Actions that an episode may take, settling not counted; in a mix of suites, one number per task.
 
     Raises:
         ValueError: the standard horizon is asked for and none is published for the suite.
@@ -84,12 +85,18 @@ def horizon(config: EnvConfig) -> int:
         return config.max_episode_steps
     if config.name == "tabletop":
         return TABLETOP_HORIZON
-    known = STANDARD_HORIZONS if config.standard_horizon else SUITES
-    if config.suite not in known:
-        raise ValueError(
-            f"no horizon is known for {config.suite}, only for {', '.join(known)}: set env.max_episode_steps"
-        )
-    return known[config.suite]
+    find = _standard_horizon if config.standard_horizon else default_horizon
+    if "+" in config.suite:
+        return [find(suite) for suite in load_suite(config.suite).suites]
+    return find(config.suite)
+
+
+def _standard_horizon(suite: str) -> int:
+    base = base_suite(suite)
+    if base is None:
+        known = ", ".join(STANDARD_HORIZONS)
+        raise ValueError(f"no horizon is known for {suite}, only for {known}: set env.max_episode_steps")
+    return STANDARD_HORIZONS[base]
 
 
 def frame_offsets(config: EnvConfig) -> tuple[int, ...]:
@@ -112,7 +119,8 @@ def make_env(
     if config.name == "tabletop":
         height, width = config.image_size
         return TableTopEnv(config.num_envs, image_size=(height, width), **common)
-    common |= {name: getattr(config, name) for name in ("settle_steps", "background_reset", "max_failures")}
+    names = ("settle_steps", "background_reset", "max_failures", "render_devices")
+    common |= {name: getattr(config, name) for name in names}
     return LiberoEnv(config.suite, config.num_envs, **common)
 
 

@@ -24,7 +24,7 @@ class EnvConfig:
     """World, tasks and protocol."""
 
     name: str = "libero"  # libero or tabletop
-    suite: str = "libero_spatial"  # LIBERO only
+    suite: str = "libero_spatial"  # LIBERO only: a suite, perturbed or not, a folder of tasks, or several joined by +
     task_ids: list[int] | None = None  # all tasks of the suite if null
     num_envs: int = 2  # simulator processes (LIBERO) or vectorised slots (tabletop) per collector
     replan_steps: int = 8  # actions executed per decision; a multiple of 4 where video is trained
@@ -33,6 +33,7 @@ class EnvConfig:
     settle_steps: int = 10  # no-ops after a reset (LIBERO; the released protocol waits 30)
     background_reset: bool = True  # a simulator that resets does not hold up the others (LIBERO; not in evaluation)
     max_failures: int = 3  # simulators lost in one slot, with no whole episode between, before the run stops (LIBERO)
+    render_devices: list[int] | None = None  # LIBERO on GPUs: EGL numbers, dealt in turn; the first visible if null
     image_size: list[int] = field(default_factory=lambda: [224, 448])
     train_init_states: tuple[int, int] = (0, 40)  # from, to (excluded)
     eval_init_states: tuple[int, int] = (40, 50)  # held out

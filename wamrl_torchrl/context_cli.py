@@ -196,7 +196,12 @@ def _parser() -> argparse.ArgumentParser:
         build.add_argument(f"--{name}", required=True, type=Path, metavar="PATH", help=meaning)
     what = build.add_argument_group("instructions, of which at least one is needed")
     what.add_argument(
-        "--suite", nargs="+", action="extend", default=[], metavar="SUITE", help=f"LIBERO suites: {', '.join(SUITES)}"
+        "--suite",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="SUITE",
+        help=f"LIBERO suites: {', '.join(SUITES)}, or what else env.suite takes",
     )
     what.add_argument("--tabletop", action="store_true", help="tasks of the table-top world")
     what.add_argument("--instruction", nargs="+", action="extend", default=[], metavar="TEXT", help="any sentences")

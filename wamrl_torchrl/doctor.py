@@ -10,7 +10,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from wamrl_torchrl.envs.libero_suites import Check, check_libero
+from wamrl_torchrl.envs.libero_gl import check_gl
+from wamrl_torchrl.envs.libero_install import Check, check_installation
 
 PACKAGES = ("torch", "torchrl", "tensordict", "hydra-core", "peft", "safetensors", "av")
 
@@ -21,6 +22,12 @@ def check_system() -> list[Check]:
     checks += [Check(f"package {name}", True, metadata.version(name)) for name in PACKAGES]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none (the tiny preset needs none)"
     return [*checks, Check("GPU", True, gpu)]
+
+
+def check_libero() -> list[Check]:
+    """The simulator: packages, versions, assets and, if there is one, OpenGL. Takes a second or two."""
+    checks = check_installation()
+    return [*checks, check_gl()] if checks[0].ok else checks
 
 
 def main() -> None:

@@ -12,7 +12,9 @@ from torch import Tensor
 from wamrl_torchrl import schema
 from wamrl_torchrl.build import horizon, task_ids
 from wamrl_torchrl.config import EnvConfig, RunConfig, eval_init_states
-from wamrl_torchrl.envs.libero_suites import VERSIONS, check_gl, load_suite
+from wamrl_torchrl.envs.libero_gl import check_gl
+from wamrl_torchrl.envs.libero_install import VERSIONS
+from wamrl_torchrl.envs.libero_suites import load_suite
 from wamrl_torchrl.modules.checkpoint import weights_digest
 from wamrl_torchrl.modules.policy import FlowPolicy
 
@@ -62,7 +64,7 @@ def describe(config: RunConfig, policy: FlowPolicy) -> dict[str, Any]:
         policy: the policy as it will act, after :func:`wamrl_torchrl.build.fit_policy`.
     """
     env, conditions = protocol_env(config), eval_conditions(config)
-    is_libero, tasks = env.name == "libero", task_ids(env)
+    is_libero, tasks, limits = env.name == "libero", task_ids(env), horizon(env)
     codec = {name: value for name, value in policy.model.codec.recipe.items() if name != "path"}
     settings = {
         "protocol": config.evaluation.protocol,
@@ -72,7 +74,7 @@ def describe(config: RunConfig, policy: FlowPolicy) -> dict[str, Any]:
         "env_seeds": conditions[:, 2].unique().tolist(),
         "episodes": len(conditions),
         "settle_steps": env.settle_steps if is_libero else 0,
-        "horizons": [horizon(env)] * len(tasks),  # in executed actions
+        "horizons": [limits if isinstance(limits, int) else limits[task] for task in tasks],  # in executed actions
         "image_size": list(env.image_size),
         "replan_steps": env.replan_steps,
         "sampling_steps": policy.sde.num_steps,  # K, of the ODE
@@ -92,7 +94,7 @@ def _software(env: EnvConfig, policy: FlowPolicy) -> dict[str, str]:
         found["gpu"] = torch.cuda.get_device_name(policy.device)
     if env.name == "libero":
         load_suite(env.suite)  # refuses other versions than these
-        opengl = check_gl()
+        opengl = check_gl(env.render_devices)
         providers = metadata.packages_distributions().get("libero", ["libero"])
         found |= {**VERSIONS, **{name: metadata.version(name) for name in set(providers)}, opengl.check: opengl.detail}
     return found

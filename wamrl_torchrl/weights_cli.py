@@ -13,7 +13,6 @@ from rich.console import Console
 from wamrl_torchrl.build import cached_contexts
 from wamrl_torchrl.cli import user_errors
 from wamrl_torchrl.data.stats import DatasetStats
-from wamrl_torchrl.envs.libero_suites import SUITES
 from wamrl_torchrl.envs.libero_suites import instructions as libero_instructions
 from wamrl_torchrl.envs.tabletop import TABLETOP_INSTRUCTIONS
 from wamrl_torchrl.modules.checkpoint import CONFIG_FILE, TENSOR_FILE, load_policy, save_policy
@@ -141,7 +140,9 @@ def _parser() -> argparse.ArgumentParser:
     }
     for name, meaning in paths.items():
         imports.add_argument(f"--{name}", required=True, type=Path, metavar="PATH", help=meaning)
-    imports.add_argument("--suite", default="libero_spatial", choices=(*SUITES, TABLETOP), help="world of the policy")
+    imports.add_argument(
+        "--suite", default="libero_spatial", metavar="SUITE", help=f"world of the policy: a LIBERO suite, or {TABLETOP}"
+    )
     imports.add_argument(
         "--image-size", nargs=2, type=int, default=(224, 448), metavar=("H", "W"), help="of its pictures"
     )

@@ -211,6 +211,13 @@ class TestStep:
             assert not td["terminated"].any()
             assert td[schema.CHUNK_INDEX].flatten().tolist() == [index + 1] * 2
 
+    def test_every_task_has_its_horizon(self):
+        env = make_env(4, max_episode_steps=(3, 8, 20))
+        td = env.reset(request([[0, 0, 0, 0, 0], [1, 0, 0, 1, 1], [2, 0, 0, 2, 2], [9, 0, 0, 0, schema.PARKED]]))
+        td = env.step(td.set("action", still(4)))["next"]
+        assert td[schema.EXECUTED_MASK].sum(-1).tolist() == [3, 8, 8, 0]
+        assert td["truncated"].flatten().tolist() == [True, True, False, True]
+
     def test_success_on_the_last_action_of_the_horizon_is_no_truncation(self, demo):
         length = len(demo["executed_actions"])
         env = make_env(1, max_episode_steps=length)
@@ -256,6 +263,7 @@ class TestOptions:
             ({"replan_steps": 33}, "replan_steps"),
             ({"replan_steps": 0}, "replan_steps"),
             ({"max_episode_steps": 0}, "max_episode_steps"),
+            ({"max_episode_steps": [8, 0, 8]}, "max_episode_steps"),
             ({"frame_offsets": (4, 9)}, "frame_offsets"),
             ({"frame_offsets": (8, 4)}, "frame_offsets"),
             ({"frame_offsets": (4, 4)}, "frame_offsets"),

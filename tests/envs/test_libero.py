@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import multiprocessing
 import os
@@ -20,8 +21,8 @@ from torchrl.envs.utils import RandomPolicy, check_env_specs
 
 from tests.envs._libero import EPISODE, PARKED, act, random_actions, request, run, stock_command
 from wamrl_torchrl import schema
-from wamrl_torchrl.envs import libero_suites
 from wamrl_torchrl.envs.libero import LiberoEnv
+from wamrl_torchrl.envs.libero_gl import worker_environment
 
 pytestmark = pytest.mark.libero
 OTHER = (2, 7, 5)
@@ -50,7 +51,7 @@ def stock(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stock")
     np.save(folder / "actions.npy", random_actions(20).numpy())
     command = stock_command(*EPISODE, folder / "actions.npy", folder / "out.npz")
-    environ = libero_suites.worker_environment()
+    environ = worker_environment()
     subprocess.run(command, env=environ, check=True, capture_output=True, timeout=200)
     with np.load(folder / "out.npz") as arrays:
         return {key: torch.from_numpy(value) for key, value in arrays.items()}
@@ -322,7 +323,7 @@ class TestProcesses:
         env = LiberoEnv("libero_spatial", 1)
         pids = process_ids(env)
         missing = str(tmp_path / "missing.bddl")
-        env.suite = libero_suites.LiberoSuite("libero_spatial", ("",), (missing,), env.suite.init_states[:1])
+        env.suite = dataclasses.replace(env.suite, bddl_files=(missing, *env.suite.bddl_files[1:]))
         with pytest.raises(RuntimeError, match=r"(?s)slot 0 .*reset of .*task_id 0.*Traceback.*missing\.bddl"):
             env.reset(request(EPISODE))
         assert wait_for_end(pids, 5)

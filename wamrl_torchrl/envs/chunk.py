@@ -52,7 +52,7 @@ class ChunkEnv(EnvBase):
     Keyword Args:
         image_size: height and width of the picture (both cameras side by side).
         replan_steps: actions executed per chunk, 1 to 32.
-        max_episode_steps: an episode is truncated after so many executed actions.
+        max_episode_steps: an episode is truncated after so many executed actions; one number, or one per task id.
         frame_offsets: executed actions after which a future frame is returned; increasing, from 1 to ``replan_steps``.
         background_reset: a reset of some slots does not wait for them while others run an episode. A slot whose
             episode is not ready yet is :attr:`pending`: it looks parked, and begins at a later reset of it (every step
@@ -69,7 +69,7 @@ class ChunkEnv(EnvBase):
         *,
         image_size: tuple[int, int],
         replan_steps: int,
-        max_episode_steps: int,
+        max_episode_steps: int | Sequence[int],
         frame_offsets: Sequence[int] = schema.FRAME_OFFSETS,
         sim_state_dim: int | None = None,
         background_reset: bool = False,
@@ -81,14 +81,15 @@ class ChunkEnv(EnvBase):
         offsets = tuple(frame_offsets)
         if not all(1 <= o <= replan_steps for o in offsets) or list(offsets) != sorted(set(offsets)):
             raise ValueError(f"frame_offsets must increase within 1..replan_steps={replan_steps}, got {offsets}")
-        if max_episode_steps < 1:
+        limits = [max_episode_steps] if isinstance(max_episode_steps, int) else list(max_episode_steps)
+        if not limits or min(limits) < 1:
             raise ValueError(f"max_episode_steps must be at least 1, got {max_episode_steps}")
         super().__init__(device="cpu", batch_size=[num_envs])
         self.num_envs = num_envs
         height, width = image_size
         self.image_size = (height, width)
         self.replan_steps = replan_steps
-        self.max_episode_steps = max_episode_steps
+        self.max_episode_steps = max_episode_steps if isinstance(max_episode_steps, int) else tuple(limits)
         self.frame_offsets = offsets
         self._offsets = torch.tensor(offsets, dtype=torch.int64)
         self._sim_state_dim = sim_state_dim
@@ -257,7 +258,9 @@ class ChunkEnv(EnvBase):
         self._check_actions(actions)
         busy = ~self.parked
         slots = busy.nonzero().squeeze(-1)
-        limits = (self.max_episode_steps - self._steps[slots]).clamp(max=self.replan_steps)
+        horizons = torch.zeros(self.num_envs, dtype=torch.int64)
+        horizons[slots] = self._horizons(self._episodes[slots, 0])
+        limits = (horizons - self._steps)[slots].clamp(max=self.replan_steps)
         outcome = self._execute(slots, actions[slots], limits)
 
         executed = torch.zeros(self.num_envs, dtype=torch.int64)
@@ -270,7 +273,7 @@ class ChunkEnv(EnvBase):
         success[slots] = outcome.success
         self._steps += executed
         self._chunk_index[slots] += 1
-        truncated = ~busy | lost | (~success & (self._steps >= self.max_episode_steps))
+        truncated = ~busy | lost | (~success & (self._steps >= horizons))
 
         future_frames = outcome.future_frames
         if len(slots) < self.num_envs:
@@ -295,6 +298,11 @@ class ChunkEnv(EnvBase):
             states[slots] = outcome.sim_states
             out.set(schema.SIM_STATES, states)
         return out
+
+    def _horizons(self, tasks: Tensor) -> Tensor:
+        """Limit in executed actions of an episode of each of ``tasks`` (int64 [M]), int64 [M]."""
+        limits = torch.as_tensor(self.max_episode_steps)
+        return limits.expand(len(tasks)) if limits.ndim == 0 else limits[tasks]
 
     def _check_actions(self, actions: Tensor) -> None:
         want = (self.num_envs, schema.CHUNK, schema.ACTION_DIM)

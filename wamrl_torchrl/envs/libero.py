@@ -13,8 +13,9 @@ from torch import Tensor
 from wamrl_torchrl import schema
 from wamrl_torchrl.envs.chunk import ChunkEnv, Outcome
 from wamrl_torchrl.envs.episodes import describe_episode
+from wamrl_torchrl.envs.libero_gl import check_gl, choose_devices, worker_environment
 from wamrl_torchrl.envs.libero_pool import Lost, SimPool
-from wamrl_torchrl.envs.libero_suites import EXPERT_SUITES, SUITES, check_gl, load_suite, worker_environment
+from wamrl_torchrl.envs.libero_suites import EXPERT_SUITES, load_suite
 from wamrl_torchrl.envs.libero_worker import Layout
 
 IMAGE_SIZE = (224, 448)
@@ -33,21 +34,23 @@ class LiberoEnv(ChunkEnv):
 
     Slots are dealt random tasks, unless the reset tensordict says otherwise (see :class:`ChunkEnv`). A slot that
     changes its task compiles a model, which takes seconds: keep a slot on a task where you can. ``init_state_id`` below
-    50 is one of LIBERO's; ``50 + j`` is ``start_states[task_id][j]``.
+    50 is one of the task's own (LIBERO's have 50, some perturbed ones 10); ``50 + j`` is ``start_states[task_id][j]``.
 
     The processes are started by the constructor, in any kind of process (a collector's worker too), and end with
     :meth:`close`, with the environment object, or with the process that holds it. Needs the extra ``libero``.
 
     Args:
-        suite: ``libero_spatial``, ``libero_object``, ``libero_goal``, ``libero_10`` or ``libero_90``.
+        suite: ``libero_spatial``, ``libero_object``, ``libero_goal``, ``libero_10`` or ``libero_90``; a perturbed suite
+            (``libero_goal_swap``, ...), a folder of tasks, or a mix of several
+            (see :func:`~wamrl_torchrl.envs.libero_suites.load_suite`).
         num_envs: slots N. A rendering slot takes about 2 GB of memory and one core.
 
     Keyword Args:
         task_ids: tasks to deal; all of the suite by default. A reset may ask for any task of the suite.
         replan_steps: actions executed per chunk.
         frame_offsets: executed actions after which a future frame is returned.
-        max_episode_steps: limit in executed actions, settling not counted; default by suite
-            (:data:`~wamrl_torchrl.envs.libero_suites.SUITES`).
+        max_episode_steps: limit in executed actions, settling not counted; one number, or one per task of the suite. By
+            default every task has that of its suite (:data:`~wamrl_torchrl.envs.libero_suites.SUITES`).
         settle_steps: no-op actions after a reset, while the objects come to rest. FastWAM evaluates with 30.
         resize: ``"render256"`` renders at 256 and resizes to 224, as the released model saw its frames; ``"render224"``
             renders at 224 directly.
@@ -57,6 +60,8 @@ class LiberoEnv(ChunkEnv):
         sim_states: return ``sim_states`` float64 ``[N,replan_steps+1,D]``: before the chunk and after every executed
             action (time, qpos, qvel, gripper command 2, padding), the last one repeated.
         background_reset: a slot that is reset does not hold up those that run; see :class:`ChunkEnv`.
+        render_devices: with a GPU, the EGL numbers of those to render on, dealt to the slots in turn; by default the
+            first one that is visible (see :func:`~wamrl_torchrl.envs.libero_gl.choose_devices`).
         timeout_s: longest time for a simulator to start, reset (compiling a model included) or demonstrate, in seconds.
         step_timeout_s: longest time for a chunk, in seconds.
         max_failures: a simulator that dies or hangs is replaced, its start of an episode repeated, and its open episode
@@ -65,6 +70,7 @@ class LiberoEnv(ChunkEnv):
 
     Raises:
         ImportError: LIBERO is not installed.
+        FileNotFoundError: the suite lacks files.
         RuntimeError: wrong versions, missing assets, no OpenGL; a simulator failed, or too many died or did not answer.
             The message names slot, pid, task and phase, and the environment is closed.
         ValueError: an option or an id is out of range.
@@ -83,13 +89,14 @@ class LiberoEnv(ChunkEnv):
         task_ids: Sequence[int] | None = None,
         replan_steps: int = 10,
         frame_offsets: Sequence[int] = schema.FRAME_OFFSETS,
-        max_episode_steps: int | None = None,
+        max_episode_steps: int | Sequence[int] | None = None,
         settle_steps: int = 10,
         resize: Literal["render256", "render224"] = "render256",
         init_state_ids: Sequence[int] = TRAIN_INIT_STATES,
         start_states: Mapping[int, Tensor] | None = None,
         sim_states: bool = True,
         background_reset: bool = False,
+        render_devices: Sequence[int] | None = None,
         timeout_s: float = 300.0,
         step_timeout_s: float = 60.0,
         max_failures: int = 3,
@@ -99,11 +106,19 @@ class LiberoEnv(ChunkEnv):
             raise ValueError(f"resize must be 'render256' or 'render224', got {resize!r}")
         if settle_steps < 0:
             raise ValueError(f"settle_steps must not be negative, got {settle_steps}")
+        if max_episode_steps is None:
+            max_episode_steps = tasks.horizons if len(set(tasks.horizons)) > 1 else tasks.horizons[0]
+        elif not isinstance(max_episode_steps, int) and len(max_episode_steps) != len(tasks):
+            found = len(max_episode_steps)
+            raise ValueError(
+                f"max_episode_steps must be one limit, or one for each of the {len(tasks)} tasks, got {found}"
+            )
+        devices = choose_devices(render_devices)
         super().__init__(
             num_envs,
             image_size=IMAGE_SIZE,
             replan_steps=replan_steps,
-            max_episode_steps=SUITES[suite] if max_episode_steps is None else max_episode_steps,
+            max_episode_steps=max_episode_steps,
             frame_offsets=frame_offsets,
             sim_state_dim=tasks.sim_state_dim if sim_states else None,
             background_reset=background_reset,
@@ -123,11 +138,11 @@ class LiberoEnv(ChunkEnv):
                 self._check_ids(task, init_state, 0)
         layout = Layout(num_envs, len(self.frame_offsets), replan_steps + 1, tasks.sim_state_dim, *IMAGE_SIZE)
         options = {"resize": resize, "frame_offsets": self.frame_offsets}
+        environs = [worker_environment(devices[slot % len(devices)]) for slot in range(num_envs)]
         try:
-            environs = [worker_environment()] * num_envs
             pool = SimPool(layout, options=options, environs=environs, timeout_s=timeout_s, max_failures=max_failures)
         except RuntimeError as error:
-            opengl = check_gl()
+            opengl = check_gl(devices)
             if opengl.ok:
                 raise
             raise RuntimeError(f"LIBERO cannot run: {opengl.check}: {opengl.detail}") from error
@@ -162,10 +177,12 @@ class LiberoEnv(ChunkEnv):
     def _check_ids(self, task: int, init_state: int, env_seed: int) -> None:
         self._check_task(task)
         own, more = len(self.suite.init_states[task]), len(self._start_states.get(task, ()))
-        if not 0 <= init_state < own + more:
+        first = schema.PLAIN_INIT_STATES
+        if not (0 <= init_state < own or first <= init_state < first + more):
+            ids = f"ids 0 to {own - 1}" + (f" and {first} to {first + more - 1}" if more else "")
             raise ValueError(
                 f"init_state_id {init_state} is out of range for task {task} of {self.suite.name}, which has {own} "
-                f"init states and {more} start states: ids 0 to {own + more - 1}"
+                f"init states and {more} start states: {ids}"
             )
         if not 0 <= env_seed <= MAX_ENV_SEED:
             raise ValueError(f"env_seed {env_seed} is out of range 0 to {MAX_ENV_SEED}")
@@ -173,12 +190,15 @@ class LiberoEnv(ChunkEnv):
     def _start(self, task: int, init_state: int, env_seed: int) -> dict:
         """Arguments of :meth:`wamrl_torchrl.envs.libero_sim.LiberoSim.reset`."""
         self._check_ids(task, init_state, env_seed)
-        own = self.suite.init_states[task]
-        is_own = init_state < len(own)
+        is_own = init_state < schema.PLAIN_INIT_STATES
+        if is_own:
+            state = self.suite.init_states[task][init_state]
+        else:
+            state = self._start_states[task][init_state - schema.PLAIN_INIT_STATES].numpy()
         return {
             "bddl_file": self.suite.bddl_files[task],
             "env_seed": env_seed,
-            "state": own[init_state] if is_own else self._start_states[task][init_state - len(own)].numpy(),
+            "state": state,
             "settle_steps": self.settle_steps if is_own else 0,
             "resume": not is_own,
         }
@@ -305,8 +325,11 @@ class LiberoEnv(ChunkEnv):
             ValueError: the suite has no expert, or an id or option is out of range.
             RuntimeError: a simulator failed; the environment is closed.
         """
-        if self.suite.name not in EXPERT_SUITES:
-            raise ValueError(f"no scripted expert for {self.suite.name}; there is one for {', '.join(EXPERT_SUITES)}")
+        untaught = sorted({*self.suite.suites} - {*EXPERT_SUITES})
+        if untaught:
+            raise ValueError(
+                f"no scripted expert for {', '.join(untaught)}; there is one for {', '.join(EXPERT_SUITES)}"
+            )
         if noise < 0:
             raise ValueError(f"noise must not be negative, got {noise}")
         if frame_stride < 1:
@@ -315,13 +338,15 @@ class LiberoEnv(ChunkEnv):
         if schema.PARKED in (row[-1] for row in rows):
             raise ValueError(f"an episode to demonstrate has {schema.EPISODE_ID} {schema.PARKED}, which means none")
         starts = [self._start(*row[:3]) for row in rows]
-        options = {"noise": noise, "frame_stride": frame_stride, "render": render, "limit": self.max_episode_steps}
+        options = {"noise": noise, "frame_stride": frame_stride, "render": render}
+        limits = self._horizons(episodes[:, 0]).tolist()
         pool, todo, running = self._running_pool(), iter(range(len(rows))), {}
 
         def submit(slot: int, row: int) -> None:
             running[slot] = row
             what = self._what("demonstrate", rows[row])
-            pool.submit(slot, "demonstrate", what, start=starts[row], seed=[seed, *rows[row]], **options)
+            arguments = {"start": starts[row], "seed": [seed, *rows[row]], "limit": limits[row]}
+            pool.submit(slot, "demonstrate", what, **arguments, **options)
 
         self._begin(self.pending, wait_for="all")
         self._episodes[:] = schema.PARKED

@@ -15,12 +15,14 @@ from typing import Any, Literal
 import mujoco
 import numpy as np
 import robosuite.utils.transform_utils as transforms
-from libero.libero.envs.env_wrapper import OffScreenRenderEnv
 from PIL import Image
 from robosuite.utils.binding_utils import GLContext
 from robosuite.utils.errors import RandomizationError
 from robosuite.utils.observables import Observable, sensor
 
+from wamrl_torchrl.envs.libero_install import simulator_class
+
+OffScreenRenderEnv = simulator_class()
 CAMERAS = ("agentview", "robot0_eye_in_hand")
 IMAGE_SIZE = 224
 NO_OP = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])

