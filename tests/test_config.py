@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
-from wamrl_torchrl.build import choose_device, make_env, task_ids
+from wamrl_torchrl.build import choose_device, frame_offsets, make_env, task_ids
 from wamrl_torchrl.config import CONFIG_DIR, EnvConfig, RunConfig, check_held_out, parse_config
 
 
@@ -46,6 +46,8 @@ class TestBadOptions:
         [
             ("algo.mode=dream", "algo.mode.*'dream'"),
             ("algo.group_size=1", "algo.group_size"),
+            ("algo.video_frames=painted", "algo.video_frames.*'painted'"),
+            ("env.future_frames=false", "algo.weight_rec=0.1.*needs env.future_frames=true"),
             ("env.replan_steps=10", "env.replan_steps.*multiple of 4"),
             ("model.action_mode=joint", "model.action_mode"),
             ("model.action_mode=idm", "pretrain.action_idm_prob above 0"),
@@ -97,6 +99,21 @@ class TestBadOptions:
 
     def test_actor_only_takes_any_replan(self):
         assert load("env.replan_steps=10", "algo.mode=actor_only").env.replan_steps == 10
+
+    def test_rendered_video_takes_any_replan_and_needs_no_future_frames(self):
+        rendered = ("algo.video_frames=rendered", "env.replan_steps=10")
+        assert load(*rendered).algo.weight_rec == 0.1
+        config = load(*rendered, "env.future_frames=false", "algo.weight_rec=0")
+        assert frame_offsets(config.env) == ()
+
+    def test_rendered_video_is_libero_s(self):
+        with pytest.raises(ValueError, match=r"video_frames=rendered needs LIBERO.*tabletop.*video_frames=live"):
+            load("env=tabletop", "algo.video_frames=rendered")
+
+    def test_live_video_needs_future_frames(self):
+        with pytest.raises(ValueError, match=r"video_frames=live needs env.future_frames=true.*rendered"):
+            load("env.future_frames=false", "algo.weight_rec=0")
+        assert not load("env.future_frames=false", "algo.weight_rec=0", "algo.mode=actor_only").env.future_frames
 
     def test_unknown_task(self):
         with pytest.raises(ValueError, match=r"env.task_ids.*0\.\.5.*\[9\]"):

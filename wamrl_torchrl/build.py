@@ -100,7 +100,9 @@ def _standard_horizon(suite: str) -> int:
 
 
 def frame_offsets(config: EnvConfig) -> tuple[int, ...]:
-    """Offsets of the future frames: every 4th executed action, as the video expert sees the world."""
+    """Offsets of the future frames: every 4th executed action, as the video expert sees the world, or none."""
+    if not config.future_frames:
+        return ()
     return tuple(range(schema.VIDEO_STRIDE, config.replan_steps + 1, schema.VIDEO_STRIDE))
 
 
@@ -142,12 +144,12 @@ class EnvFactory:
     start_states: dict[int, Tensor] = field(default_factory=dict)
     future_frames: bool = True
 
-    def __call__(self, worker: int = 0, num_workers: int = 1) -> EnvBase:  # noqa: ARG002
+    def __call__(self, worker: int = 0, num_workers: int = 1) -> TransformedEnv:  # noqa: ARG002
         """Build the environment of one worker."""
         base = make_env(self.config, start_states=self.start_states or None, future_frames=self.future_frames)
         return self.wrap(base, worker)
 
-    def wrap(self, base: EnvBase, worker: int = 0) -> EnvBase:
+    def wrap(self, base: EnvBase, worker: int = 0) -> TransformedEnv:
         """Add the transforms to a bare environment."""
         deal = DealEpisodes(self.plan, worker=worker)
         return TransformedEnv(base, Compose(NormalizeProprio(self.stats), deal))

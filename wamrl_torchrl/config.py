@@ -13,7 +13,7 @@ from wamrl_torchrl.modules.fastwam.config import ACTION_MODES
 from wamrl_torchrl.modules.lora import VideoLoRA
 from wamrl_torchrl.modules.policy import FlowSDEConfig, IDMConfig
 from wamrl_torchrl.modules.trainable import ActorTraining
-from wamrl_torchrl.schema import PLAIN_INIT_STATES
+from wamrl_torchrl.schema import PLAIN_INIT_STATES, VIDEO_STRIDE
 
 # Hydra composes the files of CONFIG_DIR onto these types, so it refuses unknown keys and wrong types by name.
 CONFIG_DIR = str(Path(__file__).parent / "configs")
@@ -27,7 +27,8 @@ class EnvConfig:
     suite: str = "libero_spatial"  # LIBERO only: a suite, perturbed or not, a folder of tasks, or several joined by +
     task_ids: list[int] | None = None  # all tasks of the suite if null
     num_envs: int = 2  # simulator processes (LIBERO) or vectorised slots (tabletop) per collector
-    replan_steps: int = 8  # actions executed per decision; a multiple of 4 where video is trained
+    replan_steps: int = 8  # actions executed per decision; a multiple of 4 where video is trained on live frames
+    future_frames: bool = True  # render every 4th step between decisions, for the reconstruction reward and live video
     max_episode_steps: int | None = None  # the horizon of the world or suite if null
     standard_horizon: bool = False  # of LIBERO, that is the published one; evaluation.protocol=standard sets it
     settle_steps: int = 10  # no-ops after a reset (LIBERO; the released protocol waits 30)
@@ -120,6 +121,7 @@ class AlgoConfig:
     imagination: str = "frozen"
     # video expert
     video_every: int = 1  # iterations between video updates
+    video_frames: str = "live"  # as returned while collecting; or rendered: afterwards, of successful episodes (LIBERO)
     video_steps: int = 4
     video_batch_size: int = 4
     video_lr: float = 5e-4
@@ -203,6 +205,7 @@ def _check(config: RunConfig) -> None:
         "env.name": (env.name, ("libero", "tabletop")),
         "algo.mode": (algo.mode, ("actor_only", "video_only", "alternate")),
         "model.action_mode": (config.model.action_mode, ACTION_MODES),
+        "algo.video_frames": (algo.video_frames, ("live", "rendered")),
         "algo.imagination": (algo.imagination, ("frozen", "live")),
         "algo.task_weights": (algo.task_weights, ("mixed", "failure", "uniform", "list")),
         "collector.topology": (config.collector.topology, ("direct", "multi_async")),
@@ -222,12 +225,7 @@ def _check(config: RunConfig) -> None:
         )
     if algo.imagination_shift is not None and not algo.imagination_shift > 0:
         raise ValueError(f"algo.imagination_shift must be positive, got {algo.imagination_shift}")
-    trains_video = algo.mode != "actor_only"
-    if trains_video and env.replan_steps % 4:
-        raise ValueError(
-            f"env.replan_steps must be a multiple of 4 while the video expert is trained (it sees every 4th frame), "
-            f"got {env.replan_steps}; use algo.mode=actor_only for other values"
-        )
+    _check_frames(config)
     positive = {
         "env.num_envs": env.num_envs,
         "env.max_failures": env.max_failures,
@@ -286,6 +284,31 @@ def _check(config: RunConfig) -> None:
     for name, share in shares.items():
         if not 0 <= share <= 1:
             raise ValueError(f"{name} must lie in 0..1, got {share}")
+
+
+def _check_frames(config: RunConfig) -> None:
+    """Whether the frames that the run needs are there."""
+    algo, env = config.algo, config.env
+    if algo.video_frames == "rendered" and env.name != "libero":
+        raise ValueError(
+            f"algo.video_frames=rendered needs LIBERO's simulator; env.name={env.name} returns its frames live "
+            "(algo.video_frames=live)"
+        )
+    if algo.weight_rec and not env.future_frames:
+        raise ValueError(
+            f"the reconstruction reward (algo.weight_rec={algo.weight_rec:g}) needs env.future_frames=true; "
+            "set algo.weight_rec=0 to do without"
+        )
+    if algo.mode == "actor_only" or algo.video_frames == "rendered":
+        return
+    others = "algo.video_frames=rendered (LIBERO) or algo.mode=actor_only"
+    if not env.future_frames:
+        raise ValueError(f"algo.video_frames=live needs env.future_frames=true; or use {others}")
+    if env.replan_steps % VIDEO_STRIDE:
+        raise ValueError(
+            f"env.replan_steps must be a multiple of {VIDEO_STRIDE} while the video expert is trained on live frames "
+            f"(it sees every {VIDEO_STRIDE}th), got {env.replan_steps}; use {others} for other values"
+        )
 
 
 def _check_task_weights(algo: AlgoConfig) -> None:

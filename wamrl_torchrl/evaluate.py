@@ -105,8 +105,8 @@ def total_rate(rates: dict[int, Rate]) -> Rate:
 
 
 def episode_frames(episode: TensorDictBase, env: EnvConfig) -> Tensor:
-    """Frames uint8 [T,3,H,W] of an episode's records, of every 4th step; of every decision if those lie between."""
-    if env.replan_steps % schema.VIDEO_STRIDE:
+    """Frames uint8 [T,3,H,W] of an episode's records, of every 4th step; of its decisions if there are no others."""
+    if env.replan_steps % schema.VIDEO_STRIDE or not env.future_frames:
         return episode.get(schema.IMAGE)
     return episodes_from_rollout(episode, frame_offsets=frame_offsets(env), only_success=False)[0].get("frames")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrl._utils import timeit
 from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
 from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
-from torchrl.envs import EnvBase
+from torchrl.envs import TransformedEnv
 from torchrl.record.loggers import CSVLogger, TensorboardLogger
 
 from wamrl_torchrl.build import EnvFactory, fit_policy, frame_offsets, make_env, task_ids
@@ -222,7 +222,7 @@ class Run:
         factory = EnvFactory(config.env, self.policy.stats, self.plan, states)
         if config.collector.topology == "direct":
             # Nothing collects while the learner works, so one environment serves rollouts and evaluation.
-            self.eval_env: EnvBase = factory()
+            self.eval_env: TransformedEnv = factory()
             self.eval_plan = self.plan
             stack.callback(lambda: self.eval_env.is_closed or self.eval_env.close())
             self.collector = make_collector(lambda *_: self.eval_env, policy=self.policy)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
 from rich.console import Console
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl._utils import timeit
 
@@ -20,6 +22,7 @@ from wamrl_torchrl.collectors.collect import collect_episodes, join_episodes, pu
 from wamrl_torchrl.config import RunConfig, check_held_out
 from wamrl_torchrl.data.analysis import Rate
 from wamrl_torchrl.data.episodes import episodes_from_rollout
+from wamrl_torchrl.envs.libero import LiberoEnv
 from wamrl_torchrl.evaluate import episode_frames, evaluate, success_rate, task_rates, total_rate
 from wamrl_torchrl.learner import is_half, parity, recompute_log_probs
 from wamrl_torchrl.modules.checkpoint import load_policy, save_policy
@@ -85,9 +88,9 @@ def run_iteration(run: Run) -> dict[str, float]:
 
     if run.config.logger.rollouts:
         rollout.memmap(run.directory / "rollouts" / f"{run.iteration:04d}")
-    offsets = frame_offsets(run.config.env)
-    for episode in episodes_from_rollout(rollout, frame_offsets=offsets) if algo.mode != "actor_only" else ():
-        run.successes.add(episode)
+    if algo.mode != "actor_only":
+        for episode in video_episodes(run, rollout):
+            run.successes.add(episode)
     if algo.mode != "actor_only" and run.iteration % algo.video_every == 0:
         if len(run.successes) >= algo.video_min_episodes:
             with timeit("video"):
@@ -127,6 +130,27 @@ def task_weights(run: Run) -> Tensor:
         floor=algo.task_weight_floor,
         gamma=algo.task_weight_gamma,
     )
+
+
+def video_episodes(run: Run, rollout: TensorDictBase) -> list[TensorDict]:
+    """Successful episodes for the video expert: with live frames, or rendered now that the environment is idle."""
+    if run.config.algo.video_frames == "live":
+        return episodes_from_rollout(rollout, frame_offsets=frame_offsets(run.config.env))
+    with timeit("render"):
+        return episodes_from_rollout(rollout, render=partial(render_frames, run))
+
+
+def render_frames(run: Run, episodes: Sequence[TensorDictBase]) -> list[Tensor]:
+    """Frames of stored LIBERO states, drawn by the environment of the evaluation; see ``LiberoEnv.render``."""
+    env = run.eval_env.base_env
+    assert isinstance(env, LiberoEnv)
+    frames: dict[int, Tensor] = {}
+    total = sum(len(episode.get(schema.SIM_STATES)) for episode in episodes)
+    with progress_bar(run.console, "render", total) as advance:
+        for index, rendered in env.iter_renders(episodes):
+            frames[index] = rendered
+            advance(len(rendered), f"{len(frames)}/{len(episodes)} episodes")
+    return [frames[index] for index in range(len(episodes))]
 
 
 def check_parity(run: Run, rollout: TensorDictBase) -> dict[str, float]:

@@ -327,11 +327,8 @@ class TestFromRollout:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"replan_steps": 10}, "replan_steps=10 puts decisions off the grid.*multiple of 4"),
-            (
-                {"replan_steps": 12},
-                r"frame_offsets=\(4, 8\) lack \[12\].*set the environment's frame_offsets to \(4, 8, 12\)",
-            ),
+            ({"replan_steps": 10}, r"frame_offsets=\(4, 8\) lack \[2, 6, 10\].*replan_steps to a multiple of 4"),
+            ({"replan_steps": 12}, r"frame_offsets=\(4, 8\) lack \[12\]"),
         ],
     )
     def test_environment_options_that_leave_gaps(self, counting_env, options, message):
@@ -348,6 +345,44 @@ class TestFromRollout:
             episodes_from_rollout(rollout, frame_offsets=(4, 8, 12))
         with pytest.raises(ValueError, match="pass the frame_offsets of the environment"):
             episodes_from_rollout(rollout, frame_offsets=(8, 10, 12, 2, 4))
+
+    def test_every_frame_makes_any_replan_good(self, counting_env):
+        env = counting_env(1, succeed_after=21, replan_steps=10, frame_offsets="every")
+        (episode,) = episodes_from_rollout(collect(env, tasks=[2]), frame_offsets=env.frame_offsets)
+        validate_episode(episode)
+        assert episode["frames"][:, 0, 0, 0].tolist() == [0, 4, 8, 12, 16, 20]
+        assert episode["is_decision"].tolist() == [True, False, False, False, False, True]
+        assert episode["states"][:, 0].tolist() == [0, 0, 0, 10, 10, 20]
+
+    @pytest.mark.parametrize("replan", [3, 7, 8, 10])
+    @pytest.mark.parametrize("succeed_after", [1, 8, 14, 21])
+    def test_rendered_frames_are_the_live_ones(self, counting_env, replan, succeed_after):
+        """From states that tell the time, and of successful episodes only."""
+        env = counting_env(4, succeed_after=succeed_after, replan_steps=replan, frame_offsets="every")
+        rollout = collect(env, tasks=[2, 3, -1, 4], steps=10)
+        executed = rollout["next", "executed_mask"].sum(-1, keepdim=True)
+        at = rollout["observation", "state"][:, :1] + torch.minimum(torch.arange(replan + 1), executed)
+        ids = rollout["episode_id"].expand_as(at)
+        rollout["next", "sim_states"] = torch.stack([at, ids], -1).double()
+        live = episodes_from_rollout(rollout, frame_offsets=env.frame_offsets)
+
+        def render(episodes):
+            assert [int(episode["task_id"]) for episode in episodes] == [2, 4]
+            frames = [torch.zeros(len(episode["sim_states"]), 3, 2, 4, dtype=torch.uint8) for episode in episodes]
+            for out, episode in zip(frames, episodes, strict=True):
+                out[:, :2] = episode["sim_states"].byte()[:, :, None, None]
+            return frames
+
+        rollout = rollout.exclude(schema.IMAGE, ("next", "future_frames"), ("next", "future_mask"))
+        rendered = episodes_from_rollout(rollout, render=render)
+        assert len(live) == len(rendered) == 2
+        for one, other in zip(live, rendered, strict=True):
+            validate_episode(other)
+            assert_same(one, other)
+
+    def test_rendering_needs_simulator_states(self, counting_env):
+        with pytest.raises(KeyError, match="sim_states"):
+            episodes_from_rollout(collect(counting_env(1), tasks=[2]), render=lambda episodes: [])
 
     def test_parts_of_episodes(self, counting_env):
         rollout = collect(counting_env(2, succeed_after=21), tasks=[2, 4])

@@ -24,7 +24,17 @@ OBSERVED = (schema.IMAGE, schema.STATE, *schema.EPISODE_KEYS, schema.CHUNK_INDEX
 
 
 class TestSpecs:
-    @pytest.mark.parametrize("options", [{}, {"replan_steps": 32}, {"replan_steps": 1, "frame_offsets": (1,)}])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"replan_steps": 32},
+            {"replan_steps": 1, "frame_offsets": (1,)},
+            {"frame_offsets": "every"},
+            {"frame_offsets": ()},
+            {"images": False},
+        ],
+    )
     def test_bare(self, options):
         check_env_specs(make_env(3, **options))
 
@@ -43,6 +53,22 @@ class TestSpecs:
             check_env_specs(env)
         finally:
             env.close()
+
+    def test_every_frame(self):
+        env = make_env(2, replan_steps=3, frame_offsets="every")
+        assert env.frame_offsets == (1, 2, 3)
+        assert env.observation_spec[schema.FUTURE_FRAMES].shape == (2, 3, 3, *SMALL)
+
+    def test_no_images(self):
+        """Nothing else changes, parked slots included."""
+        rows = [[1, 2, 3, 4, 5], [0, 0, 0, 0, schema.PARKED]]
+        action = chunks(2)
+        with_images, without = (make_env(2, images=images) for images in (True, False))
+        steps = [env.step(env.reset(request(rows)).set("action", action))["next"] for env in (with_images, without)]
+        pictures = [schema.IMAGE, schema.FUTURE_FRAMES, schema.FUTURE_MASK]
+        rest = steps[0].exclude(*pictures)
+        assert set(steps[1].keys(True, True)) == set(rest.keys(True, True))
+        assert (rest == steps[1]).all()
 
     def test_default_picture(self):
         env = TableTopEnv(2)

@@ -110,7 +110,7 @@ class TestSpecs:
 
     def test_sizes(self, env):
         assert env.observation_spec[schema.IMAGE].shape == (2, 3, 224, 448)
-        assert env.observation_spec[schema.SIM_STATES].shape == (2, 11, 94)
+        assert env.observation_spec[schema.SIM_STATES].shape == (2, 11, 186)
         assert env.max_episode_steps == 240
 
     def test_deals_its_tasks_and_train_states(self, env):
@@ -227,7 +227,7 @@ class TestStartStates:
     def test_keeps_the_grip(self, env, demo):
         """An object in the hand stays there: the gripper command is part of the state."""
         held = int((demo["actions"][:, 6] > 0).nonzero()[-1]) - 15
-        assert demo["sim_states"][held, 92:].tolist() == [-1.0, 1.0]
+        assert demo["sim_states"][held, 92:94].tolist() == [-1.0, 1.0]
         hold = torch.tensor([0.0, 0, 0, 0, 0, 0, 1]).expand(10, 7)
         step = act(env, env.reset(request((0, 50 + held, EPISODE[2]), PARKED)), hold)
         heights = step[schema.SIM_STATES][0, :, 1 + 9 + 2]  # of the bowl: its joint follows the robot's nine
@@ -243,7 +243,7 @@ class TestStartStates:
 
     @pytest.mark.parametrize("states", [torch.zeros(3, 94), torch.zeros(3, 91, dtype=torch.float64), torch.zeros(94)])
     def test_refuses_other_shapes(self, states):
-        with pytest.raises(ValueError, match=r"start_states\[1\] must be float64 \[M,n\] with 92 <= n <= 94"):
+        with pytest.raises(ValueError, match=r"start_states\[1\] must be float64 \[M,n\] with 92 <= n <= 186"):
             LiberoEnv("libero_spatial", 1, start_states={1: states})
 
 

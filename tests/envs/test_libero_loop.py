@@ -42,7 +42,14 @@ def test_a_group_from_demonstration_to_advantage():
         collector = make_collector(lambda *_: env, policy=policy)
         init, seed = starts.draw(0, torch.Generator())
         released = plan.release(torch.tensor([[0, init, seed], [0, 1, 7]]), 2)
-        rollout = join_episodes(list(collect_episodes(iter(collector), plan, len(released))))
+        collected = iter(collector)
+        rollout = join_episodes(list(collect_episodes(collected, plan, len(released))))
+        offsets = frame_offsets(config.env)
+        episodes = episodes_from_rollout(rollout, frame_offsets=offsets, only_success=False)
+        rendered = episodes_from_rollout(rollout, only_success=False, render=base.render)
+        # Rendering has parked the environment that the collector holds; the next iteration goes on all the same.
+        released = plan.release(torch.tensor([[0, 2, 7]]), 2)
+        further = join_episodes(list(collect_episodes(collected, plan, len(released))))
         collector.shutdown()
     finally:
         plan.close()
@@ -58,13 +65,15 @@ def test_a_group_from_demonstration_to_advantage():
         assert torch.equal(images[0], images[1])
     assert rollout["next", schema.FUTURE_FRAMES][rollout["next", schema.FUTURE_MASK]].float().std() > 10
 
-    offsets = frame_offsets(config.env)
     rollout = ReconstructionReward(policy.model, num_steps=1, frame_offsets=offsets).inv(rollout)
     assert float(rollout["next", "reward_rec_raw"].max()) < 0
     kept = GroupAdvantage(2, drop_degenerate=False).inv(rollout)
     assert len(kept) == len(rollout)
     assert float(kept[schema.ADVANTAGE].abs().max()) > 0
-    episodes = episodes_from_rollout(rollout, frame_offsets=offsets, only_success=False)
     assert [len(episode["frames"]) for episode in episodes] == [
         len(episode["actions"]) // schema.VIDEO_STRIDE + 1 for episode in episodes
     ]
+    for live, drawn in zip(episodes, rendered, strict=True):
+        assert (live == drawn).all()
+    assert further[schema.INIT_STATE_ID].unique().tolist() == [2]
+    assert len(further[schema.EPISODE_ID].unique()) == 2

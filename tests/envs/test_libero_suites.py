@@ -18,11 +18,11 @@ class TestStandardSuites:
     @pytest.mark.parametrize(
         ("suite", "tasks", "width", "horizon"),
         [
-            ("libero_spatial", 10, 94, 240),
-            ("libero_object", 10, 112, 280),
-            ("libero_goal", 10, 81, 320),
-            ("libero_10", 10, 125, 520),
-            ("libero_90", 90, 125, 520),
+            ("libero_spatial", 10, 186, 240),
+            ("libero_object", 10, 222, 280),
+            ("libero_goal", 10, 160, 320),
+            ("libero_10", 10, 248, 520),
+            ("libero_90", 90, 248, 520),
         ],
     )
     def test_contents(self, suite, tasks, width, horizon):

@@ -23,7 +23,7 @@ import os
 import shutil
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -282,13 +282,13 @@ def _sync(path: Path) -> None:
 
 # ---- from a rollout ---------------------------------------------------------------------------------------------
 _SIM_STATES = ("next", schema.SIM_STATES)
-_OUTCOMES = ("done", schema.SUCCESS, schema.EXECUTED_MASK, schema.FUTURE_MASK, schema.FUTURE_FRAMES)
-_ROLLOUT = (*_IDS, schema.EPISODE_ID, schema.CHUNK_INDEX, schema.IMAGE, schema.STATE, schema.ACTION)
-_ROLLOUT = (*_ROLLOUT, *(("next", key) for key in _OUTCOMES))
+_ROLLOUT = (*_IDS, schema.EPISODE_ID, schema.CHUNK_INDEX, schema.STATE, schema.ACTION)
+_ROLLOUT = (*_ROLLOUT, *(("next", key) for key in ("done", schema.SUCCESS, schema.EXECUTED_MASK)))
+_LIVE = (schema.IMAGE, ("next", schema.FUTURE_MASK), ("next", schema.FUTURE_FRAMES))
 
 
-def _check_rollout(rows: TensorDictBase, offsets: tuple[int, ...]) -> None:
-    """Check that whole episodes follow one another and that their frames lie on the grid of every 4th step."""
+def _check_rollout(rows: TensorDictBase) -> None:
+    """Check that whole episodes follow one another."""
     done, chunk = rows.get(("next", "done")).squeeze(-1), rows.get(schema.CHUNK_INDEX).squeeze(-1)
     starts = torch.cat([done.new_ones(1), done[:-1]])
     same = rows.get(schema.EPISODE_ID).squeeze(-1)
@@ -299,41 +299,59 @@ def _check_rollout(rows: TensorDictBase, offsets: tuple[int, ...]) -> None:
             f"the rollout must hold whole episodes one after another, each ending with ('next', 'done'); it breaks at "
             f"row {row} of {len(done)} (parked rows not counted). Collect with trajs_per_batch and traj_format='cat'"
         )
-    executed = rows.get(("next", schema.EXECUTED_MASK)).sum(-1)
-    off_grid = executed[~done] % STRIDE != 0
-    if bool(off_grid.any()):
-        replan = int(executed[~done][off_grid][0])
+
+
+def _live_frames(rows: TensorDictBase, row: Tensor, offset: Tensor, offsets: tuple[int, ...]) -> Tensor:
+    """Frames ``offset`` (int64 [F]) actions into the chunks of rows ``row`` (int64 [F]), uint8 [F,3,H,W]."""
+    mask, future = rows.get(("next", schema.FUTURE_MASK)), rows.get(("next", schema.FUTURE_FRAMES))
+    if mask.shape[-1] != len(offsets):
+        raise ValueError(f"('next', {schema.FUTURE_MASK!r}) has {mask.shape[-1]} frames, but frame_offsets={offsets}")
+    longest = int(rows.get(("next", schema.EXECUTED_MASK)).sum(-1).max())
+    lacking = sorted({*offset.tolist(), *range(STRIDE, longest + 1, STRIDE)} - {0, *offsets})
+    if lacking:
         raise ValueError(
-            f"replan_steps={replan} puts decisions off the grid of every {STRIDE}th step that video needs; "
-            f"set the environment's replan_steps to a multiple of {STRIDE}"
+            f"frame_offsets={offsets} lack {lacking}: video needs the frame at every {STRIDE}th step of an episode. "
+            f"Set the environment's replan_steps to a multiple of {STRIDE} and its frame_offsets to (4, 8, ..., "
+            "replan_steps), or its frame_offsets to 'every', or render the frames afterwards"
         )
-    wanted = range(STRIDE, int(executed.max()) + 1, STRIDE)
-    if not set(wanted) <= set(offsets):
+    column = torch.zeros(schema.CHUNK + 1, dtype=torch.int64)
+    column[list(offsets)] = torch.arange(len(offsets))
+    later = offset > 0
+    row_later, column_later = row[later], column[offset[later]]
+    if not bool(mask[row_later, column_later].all()):
         raise ValueError(
-            f"frame_offsets={offsets} lack {sorted(set(wanted) - set(offsets))}: video needs a frame at every "
-            f"{STRIDE}th step; set the environment's frame_offsets to {tuple(wanted)}"
+            f"('next', {schema.FUTURE_MASK!r}) lacks frames that frame_offsets={offsets} should give; pass the "
+            "frame_offsets of the environment that was collected from"
         )
-    found = rows.get(("next", schema.FUTURE_MASK)).shape[-1]
-    if found != len(offsets):
-        raise ValueError(f"('next', {schema.FUTURE_MASK!r}) has {found} frames, but frame_offsets={offsets}")
+    frames = future.new_empty(len(row), *future.shape[2:])
+    frames[later], frames[~later] = future[row_later, column_later], rows.get(schema.IMAGE)[row[~later]]
+    return frames
 
 
 def episodes_from_rollout(
-    rollout: TensorDictBase, *, frame_offsets: Sequence[int] = schema.FRAME_OFFSETS, only_success: bool = True
+    rollout: TensorDictBase,
+    *,
+    frame_offsets: Sequence[int] = schema.FRAME_OFFSETS,
+    only_success: bool = True,
+    render: Callable[[list[TensorDictBase]], list[Tensor]] | None = None,
 ) -> list[TensorDict]:
     """Cut collected macro-steps into episodes for an :class:`EpisodeStore`.
 
-    A chunk's own picture is the frame at its start; its future frames are those between, and behind the last one.
-    So the environment must return a frame at every 4th step: ``replan_steps`` a multiple of 4 and ``frame_offsets``
-    (4, 8, ..., replan_steps), such as 8 and the default offsets.
+    The frames are those that the environment returned: a chunk's own picture at its start, its future frames behind it.
+    So there must be one at every 4th step of an episode: ``replan_steps`` a multiple of 4 and ``frame_offsets``
+    (4, 8, ..., replan_steps), such as 8 and the default offsets. With ``render`` they are drawn now, from the
+    simulator's states, and any ``replan_steps`` and ``frame_offsets`` will do; a window can start where a decision lies
+    on the grid of every 4th step.
 
     Args:
         rollout: macro-steps [N] with the keys of :mod:`wamrl_torchrl.schema`; the rows of an episode in order and next
             to each other, whole episodes only. Rows of parked slots are left out.
 
     Keyword Args:
-        frame_offsets: those of the environment that was collected from.
+        frame_offsets: those of the environment that was collected from; not read with ``render``.
         only_success: leave out episodes without success.
+        render: draws frames; called once with the episodes (``task_id``, ``env_seed``, and ``sim_states`` of the steps
+            wanted) and returns uint8 ``[F,3,H,W]`` of each, as :meth:`wamrl_torchrl.envs.libero.LiberoEnv.render` does.
 
     Returns:
         Episodes in the layout of this module, in the order of the rollout; with ``sim_states`` if the rollout has them.
@@ -344,12 +362,12 @@ def episodes_from_rollout(
     """
     if rollout.ndim != 1:
         raise ValueError(f"the rollout must have batch size [N], found {list(rollout.batch_size)}; reshape(-1) it")
-    rollout = rollout.select(*_ROLLOUT).update(rollout.select(_SIM_STATES, strict=False)).cpu()
+    source = _LIVE if render is None else (_SIM_STATES,)
+    rollout = rollout.select(*_ROLLOUT, *source).update(rollout.select(_SIM_STATES, strict=False)).cpu()
     rows = rollout[rollout.get(schema.EPISODE_ID).squeeze(-1) != schema.PARKED]
     if len(rows) == 0:
         return []
-    offsets = tuple(frame_offsets)
-    _check_rollout(rows, offsets)
+    _check_rollout(rows)
 
     done = rows.get(("next", "done")).squeeze(-1)
     success = rows.get(("next", schema.SUCCESS)).squeeze(-1)
@@ -359,38 +377,41 @@ def episodes_from_rollout(
         rows, done, success, episode = rows[kept], done[kept], success[kept], episode[kept]
         if len(rows) == 0:
             return []
-    _, episode = episode.unique_consecutive(return_inverse=True)
-    count = int(episode[-1]) + 1
     executed_mask = rows.get(("next", schema.EXECUTED_MASK))
-    executed, start = executed_mask.sum(-1, keepdim=True), rows.get(schema.CHUNK_INDEX).squeeze(-1) == 0
+    executed, start = executed_mask.sum(-1), rows.get(schema.CHUNK_INDEX).squeeze(-1) == 0
 
-    # Candidates per row: its picture, then the frames at +4, +8, ... The one at the end of a chunk is the next row's
-    # picture, unless the chunk is the last.
-    grid = torch.arange(0, int(executed.max()) + 1, STRIDE)
-    valid = (grid < executed) | (done[:, None] & (grid == executed))
-    index = [offsets.index(int(step)) for step in grid[1:]]
-    if not bool(rows.get(("next", schema.FUTURE_MASK))[:, index][valid[:, 1:]].all()):
-        raise ValueError(
-            f"('next', {schema.FUTURE_MASK!r}) lacks frames that frame_offsets={offsets} should give; pass the "
-            "frame_offsets of the environment that was collected from"
-        )
-    image = rows.get(schema.IMAGE)[:, None]
+    # The grid of every 4th step of every episode, end to end: which row a step belongs to, and how far into its chunk
+    # it is. The step behind the last action belongs to the last row.
+    first, last = start.nonzero().squeeze(-1), done.nonzero().squeeze(-1)
+    row_step = executed.cumsum(0) - executed  # action number of a row's first action, over all episodes
+    steps = executed.cumsum(0)[last] - row_step[first]
+    sizes = steps // STRIDE + 1
+    owner = torch.repeat_interleave(torch.arange(len(first)), sizes)
+    step = STRIDE * (torch.arange(len(owner)) - (sizes.cumsum(0) - sizes)[owner])
+    at = row_step[first[owner]] + step
+    row = torch.minimum(torch.searchsorted(row_step, at, right=True) - 1, last[owner])
+    offset = at - row_step[row]
+
     flat = {
-        "frames": torch.cat([image, rows.get(("next", schema.FUTURE_FRAMES))[:, index]], 1)[valid],
-        "states": rows.get(schema.STATE)[:, None].expand(-1, len(grid), -1)[valid],
-        "is_decision": (grid == 0).expand_as(valid)[valid],
+        "states": rows.get(schema.STATE)[row],
+        "is_decision": offset == 0,
         "actions": rows.get(schema.ACTION)[executed_mask],
     }
-    rows_of = {key: valid.sum(-1) for key in ("frames", "states", "is_decision")} | {"actions": executed.squeeze(-1)}
+    lengths = {"states": sizes, "is_decision": sizes, "actions": steps}
+    if render is None:
+        flat["frames"], lengths["frames"] = _live_frames(rows, row, offset, tuple(frame_offsets)), sizes
     sim_states = rows.get(_SIM_STATES, None)
     if sim_states is not None:
         column = torch.arange(sim_states.shape[1])
-        recorded = torch.where(column == 0, start[:, None], column <= executed)
-        flat[schema.SIM_STATES], rows_of[schema.SIM_STATES] = sim_states[recorded], recorded.sum(-1)
-    parts = {
-        key: value.split(torch.zeros(count, dtype=torch.int64).index_add(0, episode, rows_of[key]).tolist())
-        for key, value in flat.items()
-    }
+        recorded = torch.where(column == 0, start[:, None], column <= executed[:, None])
+        flat[schema.SIM_STATES], lengths[schema.SIM_STATES] = sim_states[recorded], steps + 1
+    parts = {key: value.split(lengths[key].tolist()) for key, value in flat.items()}
     parts |= {key: rows.get(key)[start].unbind() for key in _IDS}
     parts[schema.SUCCESS] = success[done][:, None].unbind()
-    return [TensorDict({key: value[i] for key, value in parts.items()}, batch_size=[]) for i in range(count)]
+    count = range(len(first))
+    episodes = [TensorDict({key: value[i] for key, value in parts.items()}, batch_size=[]) for i in count]
+    if render is not None:
+        wanted = [e.select(*_IDS).set(schema.SIM_STATES, e.get(schema.SIM_STATES)[::STRIDE]) for e in episodes]
+        for one, frames in zip(episodes, render(wanted), strict=True):
+            one.set("frames", frames)
+    return episodes

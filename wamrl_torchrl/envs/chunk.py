@@ -24,7 +24,7 @@ class Outcome(NamedTuple):
 
     executed: Tensor  # int64 [M], actions executed, at most replan_steps
     success: Tensor  # bool [M]
-    future_frames: Tensor  # uint8 [M,F,3,H,W], frames at the offsets that were reached, zeros elsewhere
+    future_frames: Tensor | None  # uint8 [M,F,3,H,W], frames at the offsets that were reached, zeros elsewhere
     sim_states: Tensor | None  # float64 [M,replan_steps+1,D], or None where there is no simulator
     lost: Tensor | None = None  # bool [M], simulators that were lost; None where none can be
 
@@ -53,7 +53,10 @@ class ChunkEnv(EnvBase):
         image_size: height and width of the picture (both cameras side by side).
         replan_steps: actions executed per chunk, 1 to 32.
         max_episode_steps: an episode is truncated after so many executed actions; one number, or one per task id.
-        frame_offsets: executed actions after which a future frame is returned; increasing, from 1 to ``replan_steps``.
+        frame_offsets: executed actions after which a future frame is returned; increasing, from 1 to ``replan_steps``,
+            none for ``()``, all for ``"every"``.
+        images: return pictures. Without them nothing is rendered: the observation has no ``image``, and a step neither
+            ``future_frames`` nor ``future_mask``, whatever ``frame_offsets`` says.
         background_reset: a reset of some slots does not wait for them while others run an episode. A slot whose
             episode is not ready yet is :attr:`pending`: it looks parked, and begins at a later reset of it (every step
             of it ends, so a collector asks for one each time). ``reset()`` without a mask waits for all.
@@ -70,7 +73,8 @@ class ChunkEnv(EnvBase):
         image_size: tuple[int, int],
         replan_steps: int,
         max_episode_steps: int | Sequence[int],
-        frame_offsets: Sequence[int] = schema.FRAME_OFFSETS,
+        frame_offsets: Sequence[int] | Literal["every"] = schema.FRAME_OFFSETS,
+        images: bool = True,
         sim_state_dim: int | None = None,
         background_reset: bool = False,
     ) -> None:
@@ -78,9 +82,12 @@ class ChunkEnv(EnvBase):
             raise ValueError(f"num_envs must be at least 1, got {num_envs}")
         if not 1 <= replan_steps <= schema.CHUNK:
             raise ValueError(f"replan_steps must lie in 1..{schema.CHUNK} (the chunk), got {replan_steps}")
-        offsets = tuple(frame_offsets)
+        every = range(1, replan_steps + 1)
+        offsets = tuple(every if frame_offsets == "every" else frame_offsets) if images else ()
         if not all(1 <= o <= replan_steps for o in offsets) or list(offsets) != sorted(set(offsets)):
-            raise ValueError(f"frame_offsets must increase within 1..replan_steps={replan_steps}, got {offsets}")
+            raise ValueError(
+                f"frame_offsets must increase within 1..replan_steps={replan_steps} (or be 'every'), got {offsets}"
+            )
         limits = [max_episode_steps] if isinstance(max_episode_steps, int) else list(max_episode_steps)
         if not limits or min(limits) < 1:
             raise ValueError(f"max_episode_steps must be at least 1, got {max_episode_steps}")
@@ -90,6 +97,7 @@ class ChunkEnv(EnvBase):
         self.image_size = (height, width)
         self.replan_steps = replan_steps
         self.max_episode_steps = max_episode_steps if isinstance(max_episode_steps, int) else tuple(limits)
+        self.images = images
         self.frame_offsets = offsets
         self._offsets = torch.tensor(offsets, dtype=torch.int64)
         self._sim_state_dim = sim_state_dim
@@ -119,8 +127,11 @@ class ChunkEnv(EnvBase):
         """Execute ``actions`` (float32 [M,32,7]) in ``slots``, at most ``limits`` (int64 [M]) each; M rows back."""
 
     @abc.abstractmethod
-    def _observe(self) -> tuple[Tensor, Tensor]:
-        """Image uint8 [N,3,H,W] and state float32 [N,8] of all slots now, in tensors that later steps leave alone."""
+    def _observe(self) -> tuple[Tensor | None, Tensor]:
+        """Image uint8 [N,3,H,W] (None without images) and state float32 [N,8] of all slots now.
+
+        They are tensors that later steps leave alone.
+        """
 
     @abc.abstractmethod
     def _draw_episodes(self, count: int, generator: torch.Generator) -> Tensor:
@@ -147,6 +158,9 @@ class ChunkEnv(EnvBase):
             },
             shape=batch,
         )
+        if not self.images:
+            for key in (schema.IMAGE, schema.FUTURE_FRAMES, schema.FUTURE_MASK):
+                del observation[key]
         if self._sim_state_dim is not None:
             shape = (*batch, self.replan_steps + 1, self._sim_state_dim)
             observation[schema.SIM_STATES] = Unbounded(shape, dtype=torch.float64)
@@ -246,7 +260,9 @@ class ChunkEnv(EnvBase):
 
     def _observation(self) -> TensorDict:
         image, state = self._observe()
-        out = TensorDict({"observation": TensorDict({"image": image, "state": state}, batch_size=self.batch_size)})
+        out = TensorDict({"observation": TensorDict({"state": state}, batch_size=self.batch_size)})
+        if image is not None:
+            out.set(schema.IMAGE, image)
         for column, key in enumerate(schema.EPISODE_KEYS):
             out.set(key, self._episodes[:, column : column + 1].clone())
         out.set(schema.CHUNK_INDEX, self._chunk_index[:, None].clone())
@@ -275,15 +291,9 @@ class ChunkEnv(EnvBase):
         self._chunk_index[slots] += 1
         truncated = ~busy | lost | (~success & (self._steps >= horizons))
 
-        future_frames = outcome.future_frames
-        if len(slots) < self.num_envs:
-            future_frames = torch.zeros((self.num_envs, *future_frames.shape[1:]), dtype=torch.uint8)
-            future_frames[slots] = outcome.future_frames
         out = self._observation()
         reward = success[:, None].float()
         out.update({
-            schema.FUTURE_FRAMES: future_frames,
-            schema.FUTURE_MASK: executed[:, None] >= self._offsets,
             schema.EXECUTED_MASK: torch.arange(schema.CHUNK) < executed[:, None],
             schema.SUCCESS: success[:, None],
             schema.INVALID: lost[:, None],
@@ -293,6 +303,13 @@ class ChunkEnv(EnvBase):
             "truncated": truncated[:, None],
             "done": (success | truncated)[:, None],
         })  # fmt: skip
+        if outcome.future_frames is not None:
+            frames = outcome.future_frames
+            if len(slots) < self.num_envs:
+                frames = torch.zeros((self.num_envs, *frames.shape[1:]), dtype=torch.uint8)
+                frames[slots] = outcome.future_frames
+            out.set(schema.FUTURE_FRAMES, frames)
+            out.set(schema.FUTURE_MASK, executed[:, None] >= self._offsets)
         if outcome.sim_states is not None:
             states = torch.zeros((self.num_envs, *outcome.sim_states.shape[1:]), dtype=torch.float64)
             states[slots] = outcome.sim_states

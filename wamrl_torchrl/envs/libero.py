@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from wamrl_torchrl import schema
 from wamrl_torchrl.envs.chunk import ChunkEnv, Outcome
 from wamrl_torchrl.envs.episodes import describe_episode
 from wamrl_torchrl.envs.libero_gl import check_gl, choose_devices, worker_environment
+from wamrl_torchrl.envs.libero_jobs import Job, run_jobs
 from wamrl_torchrl.envs.libero_pool import Lost, SimPool
 from wamrl_torchrl.envs.libero_suites import EXPERT_SUITES, load_suite
 from wamrl_torchrl.envs.libero_worker import Layout
@@ -21,6 +22,8 @@ from wamrl_torchrl.envs.libero_worker import Layout
 IMAGE_SIZE = (224, 448)
 TRAIN_INIT_STATES = range(40)
 MAX_ENV_SEED = 2**32 - 1
+RENDERED_KEYS = (schema.TASK_ID, schema.ENV_SEED, schema.SIM_STATES)
+RENDER_ROWS = 8  # frames that a simulator renders at a time: a few seconds of software rendering
 
 
 class LiberoEnv(ChunkEnv):
@@ -48,7 +51,10 @@ class LiberoEnv(ChunkEnv):
     Keyword Args:
         task_ids: tasks to deal; all of the suite by default. A reset may ask for any task of the suite.
         replan_steps: actions executed per chunk.
-        frame_offsets: executed actions after which a future frame is returned.
+        frame_offsets: executed actions after which a future frame is returned: increasing numbers, ``()`` for none,
+            ``"every"`` for all. Frames of the rest can be had afterwards, see :meth:`render`.
+        images: return pictures. Without them nothing is rendered and no OpenGL context is made: the observation has no
+            ``image``, a step has no ``future_frames`` and ``future_mask``; states are the same to the bit.
         max_episode_steps: limit in executed actions, settling not counted; one number, or one per task of the suite. By
             default every task has that of its suite (:data:`~wamrl_torchrl.envs.libero_suites.SUITES`).
         settle_steps: no-op actions after a reset, while the objects come to rest. FastWAM evaluates with 30.
@@ -56,9 +62,10 @@ class LiberoEnv(ChunkEnv):
             renders at 224 directly.
         init_state_ids: init states to deal; 0 to 39 by default. 40 to 49 are held out for evaluation.
         start_states: for a task id, further states to start from, float64 ``[M,n]``: rows of ``sim_states`` as this
-            environment returns them, or flattened MuJoCo states. No settling takes place.
+            environment returns them, or flattened MuJoCo states (time, qpos, qvel). No settling takes place.
         sim_states: return ``sim_states`` float64 ``[N,replan_steps+1,D]``: before the chunk and after every executed
-            action (time, qpos, qvel, gripper command 2, padding), the last one repeated.
+            action, the last one repeated. A row holds time, qpos, qvel, gripper command 2; then what the picture shows,
+            a physics step or two earlier, for :meth:`render`: qpos, alphas of the visual sites; then zeros.
         background_reset: a slot that is reset does not hold up those that run; see :class:`ChunkEnv`.
         render_devices: with a GPU, the EGL numbers of those to render on, dealt to the slots in turn; by default the
             first one that is visible (see :func:`~wamrl_torchrl.envs.libero_gl.choose_devices`).
@@ -88,7 +95,8 @@ class LiberoEnv(ChunkEnv):
         *,
         task_ids: Sequence[int] | None = None,
         replan_steps: int = 10,
-        frame_offsets: Sequence[int] = schema.FRAME_OFFSETS,
+        frame_offsets: Sequence[int] | Literal["every"] = schema.FRAME_OFFSETS,
+        images: bool = True,
         max_episode_steps: int | Sequence[int] | None = None,
         settle_steps: int = 10,
         resize: Literal["render256", "render224"] = "render256",
@@ -120,6 +128,7 @@ class LiberoEnv(ChunkEnv):
             replan_steps=replan_steps,
             max_episode_steps=max_episode_steps,
             frame_offsets=frame_offsets,
+            images=images,
             sim_state_dim=tasks.sim_state_dim if sim_states else None,
             background_reset=background_reset,
         )
@@ -136,14 +145,15 @@ class LiberoEnv(ChunkEnv):
         for task in self.task_ids:
             for init_state in self.init_state_ids:
                 self._check_ids(task, init_state, 0)
-        layout = Layout(num_envs, len(self.frame_offsets), replan_steps + 1, tasks.sim_state_dim, *IMAGE_SIZE)
-        options = {"resize": resize, "frame_offsets": self.frame_offsets}
+        size = IMAGE_SIZE if images else (0, 0)
+        layout = Layout(num_envs, len(self.frame_offsets), replan_steps + 1, tasks.sim_state_dim, *size)
+        options = {"resize": resize, "frame_offsets": self.frame_offsets, "images": images}
         environs = [worker_environment(devices[slot % len(devices)]) for slot in range(num_envs)]
         try:
             pool = SimPool(layout, options=options, environs=environs, timeout_s=timeout_s, max_failures=max_failures)
         except RuntimeError as error:
-            opengl = check_gl(devices)
-            if opengl.ok:
+            opengl = check_gl(devices) if images else None
+            if opengl is None or opengl.ok:
                 raise
             raise RuntimeError(f"LIBERO cannot run: {opengl.check}: {opengl.detail}") from error
         self._pool = pool
@@ -267,8 +277,9 @@ class LiberoEnv(ChunkEnv):
             elif reply is not None:
                 executed[row], success[row] = reply
         self._has_episode[slots[lost]] = False
-        frames = self._frames[slots]
-        frames[lost] = 0  # a lost simulator may have left half a picture
+        frames = self._frames[slots] if self.images else None
+        if frames is not None:
+            frames[lost] = 0  # a lost simulator may have left half a picture
         sim_states = None
         if self._sim_state_dim is not None:
             sim_states = self._sim_states[slots]
@@ -335,44 +346,99 @@ class LiberoEnv(ChunkEnv):
         if frame_stride < 1:
             raise ValueError(f"frame_stride must be at least 1, got {frame_stride}")
         rows = episodes.tolist()
+        if render and not self.images:
+            raise ValueError("this LiberoEnv was made with images=False: nothing can be rendered, pass render=False")
         if schema.PARKED in (row[-1] for row in rows):
             raise ValueError(f"an episode to demonstrate has {schema.EPISODE_ID} {schema.PARKED}, which means none")
         starts = [self._start(*row[:3]) for row in rows]
         options = {"noise": noise, "frame_stride": frame_stride, "render": render}
         limits = self._horizons(episodes[:, 0]).tolist()
-        pool, todo, running = self._running_pool(), iter(range(len(rows))), {}
+        jobs = [
+            Job(
+                row[0],
+                "demonstrate",
+                self._what("demonstrate", row),
+                {"start": start, "seed": [seed, *row], "limit": limit, **options},
+            )
+            for row, start, limit in zip(rows, starts, limits, strict=True)
+        ]
+        for row, arrays in self._run_jobs(jobs):
+            ids = dict(zip(schema.EPISODE_KEYS[:3], episodes[row, :3, None], strict=True))
+            yield row, TensorDict({**{key: torch.from_numpy(value) for key, value in arrays.items()}, **ids})
 
-        def submit(slot: int, row: int) -> None:
-            running[slot] = row
-            what = self._what("demonstrate", rows[row])
-            arguments = {"start": starts[row], "seed": [seed, *rows[row]], "limit": limits[row]}
-            pool.submit(slot, "demonstrate", what, **arguments, **options)
-
+    def _run_jobs(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Any]]:
+        """Run jobs on all slots, which are parked by it; yields index and result of each as it is finished."""
+        pool = self._running_pool()
         self._begin(self.pending, wait_for="all")
         self._episodes[:] = schema.PARKED
         self._has_episode[:] = False
-        for slot, row in zip(range(self.num_envs), todo, strict=False):
-            submit(slot, row)
-        try:
-            while running:
-                for slot in pool.wait(list(running), at_least=1):
-                    row, arrays = running.pop(slot), pool.take(slot)
-                    if isinstance(arrays, Lost):
-                        submit(slot, row)
-                        continue
-                    pool.forgive(slot)
-                    following = next(todo, None)
-                    if following is not None:
-                        submit(slot, following)
-                    ids = dict(zip(schema.EPISODE_KEYS[:3], episodes[row, :3, None], strict=True))
-                    yield row, TensorDict({**{key: torch.from_numpy(value) for key, value in arrays.items()}, **ids})
-        finally:  # also when the caller stops early: the slots must be free for the next call
-            if pool.processes:
-                for slot in pool.wait(list(running)):
-                    pool.take(slot)
+        yield from run_jobs(pool, jobs, self._slot_tasks)
 
-    def _observe(self) -> tuple[Tensor, Tensor]:
-        return self._images.clone(), self._states.clone()
+    def _observe(self) -> tuple[Tensor | None, Tensor]:
+        return self._images.clone() if self.images else None, self._states.clone()
+
+    # ---- frames, afterwards -------------------------------------------------------------------------------------
+    def render(self, episodes: Sequence[TensorDictBase]) -> list[Tensor]:
+        """Frames of stored simulator states; see :meth:`iter_renders`, whose results are put in order."""
+        finished = dict(self.iter_renders(episodes))
+        return [finished[index] for index in range(len(episodes))]
+
+    def iter_renders(self, episodes: Sequence[TensorDictBase]) -> Iterator[tuple[int, Tensor]]:
+        """Render the stored states of ``episodes`` on all slots, and yield the frames of each when it is finished.
+
+        They are bit-equal to those that the simulator showed live (on one machine; another OpenGL driver draws a little
+        differently). The episodes that the slots were running are lost: afterwards every slot is parked until the next
+        reset.
+
+        Args:
+            episodes: each with ``task_id`` and ``env_seed`` int64 ``[1]`` and ``sim_states`` float64 ``[T,D]``, as
+                :meth:`demonstrate` and :func:`~wamrl_torchrl.data.episodes.episodes_from_rollout` give them. The rows
+                may be any of an episode's, in any order, as this environment returned them.
+
+        Yields:
+            Index into ``episodes``, and its frames uint8 ``[T,3,224,448]``.
+
+        Raises:
+            KeyError: an episode lacks a key.
+            ValueError: an id is out of range, ``sim_states`` has another width, dtype or no rows, or this environment
+                was made with ``images=False``.
+            RuntimeError: a simulator failed; the environment is closed.
+        """
+        if not self.images:
+            raise ValueError("this LiberoEnv was made with images=False: nothing can be rendered, make another")
+        jobs, places = [], []
+        parts: list[list[Tensor | None]] = []
+        for index, episode in enumerate(episodes):
+            cut = self._render_jobs(index, episode)
+            places += [(index, part) for part in range(len(cut))]
+            parts.append([None] * len(cut))
+            jobs += cut
+        for job, frames in self._run_jobs(jobs):
+            index, part = places[job]
+            parts[index][part] = torch.from_numpy(frames)
+            finished = [frames for frames in parts[index] if frames is not None]
+            if len(finished) == len(parts[index]):
+                parts[index] = []  # not needed any more
+                yield index, torch.cat(finished)
+
+    def _render_jobs(self, index: int, episode: TensorDictBase) -> list[Job]:
+        """Cut the rendering of an episode into parts, so that all slots can share in it."""
+        missing = [key for key in RENDERED_KEYS if episode.get(key, None) is None]
+        if missing:
+            raise KeyError(f"episode {index} lacks {missing}, which rendering needs; it has {sorted(episode.keys())}")
+        task, env_seed = int(episode.get(schema.TASK_ID)), int(episode.get(schema.ENV_SEED))
+        self._check_ids(task, 0, env_seed)
+        states, width = episode.get(schema.SIM_STATES).cpu(), self.suite.sim_state_dim
+        if states.ndim != 2 or states.dtype != torch.float64 or states.shape[1] != width or len(states) == 0:
+            raise ValueError(
+                f"{schema.SIM_STATES!r} of episode {index} must be float64 [T,{width}], rows as this environment "
+                f"returns them, found {states.dtype} {list(states.shape)}; only they hold what the picture shows"
+            )
+        start, what = {"bddl_file": self.suite.bddl_files[task], "env_seed": env_seed}, f"render of {self.suite.name}"
+        return [
+            Job(task, "render", f"{what}, task_id {task}", {**start, "sim_states": rows.numpy()})
+            for rows in states.split(RENDER_ROWS)
+        ]
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """End the simulator processes; the environment cannot be used afterwards."""

@@ -82,9 +82,9 @@ def import_provider() -> Provider:
 
 
 def simulator_class() -> Any:
-    """``OffScreenRenderEnv`` of the installed provider; starts OpenGL."""
+    """``ControlEnv`` of the installed provider, which renders or not as it is told; loads OpenGL."""
     import_provider()
-    return importlib.import_module("libero.libero.envs.env_wrapper").OffScreenRenderEnv
+    return importlib.import_module("libero.libero.envs.env_wrapper").ControlEnv
 
 
 def _module_root(name: str) -> Path | None:

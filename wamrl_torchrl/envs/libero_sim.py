@@ -22,12 +22,12 @@ from robosuite.utils.observables import Observable, sensor
 
 from wamrl_torchrl.envs.libero_install import simulator_class
 
-OffScreenRenderEnv = simulator_class()
+ControlEnv = simulator_class()
 CAMERAS = ("agentview", "robot0_eye_in_hand")
 IMAGE_SIZE = 224
 NO_OP = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
 PLACEMENT_ATTEMPTS = 100
-#: What a picture depends on, beside the model.
+#: What a picture depends on, beside the model and the alphas of the visual sites (a stove that is on).
 POSES = ("geom_xpos", "geom_xmat", "site_xpos", "site_xmat", "cam_xpos", "cam_xmat", "light_xpos", "light_xdir")
 Resize = Literal["render256", "render224"]
 
@@ -38,9 +38,11 @@ class LiberoSim:
     Keyword Args:
         resize: ``"render256"`` renders at 256 and resizes to 224 bilinearly with antialiasing, as the released model
             saw its frames; ``"render224"`` renders at 224.
+        images: make an OpenGL context; without, nothing can be rendered.
     """
 
-    def __init__(self, *, resize: Resize) -> None:
+    def __init__(self, *, resize: Resize, images: bool = True) -> None:
+        self._images = images
         self._render_size = 256 if resize == "render256" else IMAGE_SIZE
         self._bddl_file: str | None = None
         self._wrapper: Any = None
@@ -64,9 +66,10 @@ class LiberoSim:
         self.close()
         # robosuite prints through every constructor.
         with contextlib.redirect_stdout(io.StringIO()):
-            self._wrapper = OffScreenRenderEnv(
+            self._wrapper = ControlEnv(
                 bddl_file_name=bddl_file,
                 use_camera_obs=False,
+                has_offscreen_renderer=self._images,
                 hard_reset=False,
                 ignore_done=True,  # robosuite's own horizon counts settling and knows nothing of ours
             )
@@ -80,6 +83,21 @@ class LiberoSim:
         model = self.env.sim.model
         self._camera_ids = [model.camera_name2id(name) for name in CAMERAS]
         self._flat_size = 1 + model.nq + model.nv
+        self._fresh_site_rgba = fresh.site_rgba.copy()
+        self._visual_sites = [
+            model.site_name2id(site)
+            for name in self.env.visualization_sites_list
+            for site, _ in self.env.get_object(name).object_properties["vis_site_names"].values()
+        ]
+        # The poses in ``data`` lag behind its qpos by one physics step; this is the qpos that they belong to.
+        self._posed_qpos = np.zeros(model.nq)
+        pre_action = self.env._pre_action
+
+        def note_posed_qpos(action: np.ndarray, policy_step: bool) -> None:
+            self._posed_qpos[:] = self.env.sim.data.qpos
+            pre_action(action, policy_step)
+
+        self.env._pre_action = note_posed_qpos
         # robosuite samples its observables one physics step (2 ms) before the end of a control step. Riding on its own
         # clock gives the observation that a policy trained on robosuite's has seen.
         snapshot = Observable("snapshot", self._take_snapshot, sampling_rate=20, active=False)
@@ -92,6 +110,8 @@ class LiberoSim:
         eef_pos, fingers = data.site_xpos[robot.eef_site_id], data.qpos[robot._ref_gripper_joint_pos_indexes]
         self._state = np.concatenate([eef_pos, transforms.quat2axisangle(quaternion), fingers])
         self._poses = {name: getattr(data._data, name).copy() for name in POSES}
+        self._alphas = self.env.sim.model.site_rgba[self._visual_sites, 3]
+        self._picture_qpos = self._posed_qpos.copy()
         return 0.0
 
     def close(self) -> None:
@@ -129,6 +149,7 @@ class LiberoSim:
             self.env.robots[0].controller.update(force=True)
         self.env._check_success()
         self.env._post_process()
+        self._posed_qpos[:] = sim.data.qpos
         self.env._update_observables(force=True)
         for _ in range(settle_steps):
             self.env.step(NO_OP)
@@ -143,6 +164,7 @@ class LiberoSim:
         for _ in range(PLACEMENT_ATTEMPTS):
             env.sim.reset()
             env.sim.model.body_pos[:], env.sim.model.body_quat[:] = body_pos, body_quat
+            env.sim.model.site_rgba[:] = self._fresh_site_rgba
             env.sim.data.qacc_warmstart[:] = warm_start
             with contextlib.suppress(RandomizationError):
                 env._reset_internal()
@@ -156,11 +178,20 @@ class LiberoSim:
         """Execute one action (float ``[7]``) for 50 ms of simulated time; whether the task is solved."""
         return bool(self.env.step(np.asarray(action, dtype=np.float64))[2])
 
+    # ---- pictures -----------------------------------------------------------------------------------------------
     def write_image(self, out: np.ndarray) -> None:
         """Render both cameras, rotated by 180 degrees, side by side into ``out`` uint8 ``[3,224,448]``."""
-        context, size, data = self.env.sim._render_context_offscreen, self._render_size, self.env.sim.data._data
+        data, site_rgba = self.env.sim.data._data, self.env.sim.model.site_rgba
         now = {name: getattr(data, name).copy() for name in POSES}
+        now_alphas = site_rgba[self._visual_sites, 3]
         self._set_poses(self._poses)
+        site_rgba[self._visual_sites, 3] = self._alphas
+        self._draw(out)
+        self._set_poses(now)
+        site_rgba[self._visual_sites, 3] = now_alphas
+
+    def _draw(self, out: np.ndarray) -> None:
+        context, size = self.env.sim._render_context_offscreen, self._render_size
         for index, camera_id in enumerate(self._camera_ids):
             context.render(size, size, camera_id=camera_id)
             # OpenGL's rows run bottom-up; the data sets store them so, and the policies turn them by 180 degrees.
@@ -169,19 +200,53 @@ class LiberoSim:
                 resized = Image.fromarray(picture).resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR)
                 picture = np.asarray(resized)
             out[:, :, index * IMAGE_SIZE : (index + 1) * IMAGE_SIZE] = picture.transpose(2, 0, 1)
-        self._set_poses(now)
 
     def _set_poses(self, poses: dict[str, np.ndarray]) -> None:
         for name, value in poses.items():
             getattr(self.env.sim.data._data, name)[:] = value
 
+    def render(self, *, bddl_file: str, env_seed: int, sim_states: np.ndarray) -> np.ndarray:
+        """Draw states of an episode, bit-equal to its live pictures; the episode that was running is lost.
+
+        Args:
+            bddl_file: the episode's task.
+            env_seed: the episode's; it places the fixtures.
+            sim_states: float64 ``[T,D]``, as :meth:`write_sim_state` wrote them.
+
+        Returns:
+            uint8 ``[T,3,224,448]``.
+        """
+        self.load(bddl_file)
+        self.env.seed(env_seed)
+        self._place_objects()
+        model, data = self.env.sim.model._model, self.env.sim.data._data
+        start = self._flat_size + 2
+        stop = start + model.nq
+        frames = np.empty((len(sim_states), 3, IMAGE_SIZE, 2 * IMAGE_SIZE), dtype=np.uint8)
+        for row, frame in zip(sim_states, frames, strict=True):
+            data.qpos[:] = row[start:stop]
+            mujoco.mj_kinematics(model, data)
+            mujoco.mj_comPos(model, data)  # cameras and lights may follow a centre of mass
+            mujoco.mj_camlight(model, data)
+            model.site_rgba[self._visual_sites, 3] = row[stop : stop + len(self._visual_sites)]
+            self._draw(frame)
+        return frames
+
+    # ---- states -------------------------------------------------------------------------------------------------
     def write_state(self, out: np.ndarray) -> None:
         """Write end-effector position (m), axis-angle (rad) and finger positions (m) into ``out`` float32 ``[8]``."""
         out[:] = self._state
 
     def write_sim_state(self, out: np.ndarray) -> None:
-        """Write time, qpos, qvel and the gripper command into ``out`` float64 ``[D]``, padded with zeros."""
-        n = self._flat_size
+        """Write a stored state into ``out`` float64 ``[D]``.
+
+        It holds time, qpos and qvel, the gripper command (2), and what the picture shows: qpos at its moment, a physics
+        step or two earlier, and the alphas of the visual sites. Zeros follow.
+        """
+        n, nq = self._flat_size, len(self._picture_qpos)
         out[:n] = self.env.sim.get_state().flatten()
         out[n : n + 2] = self.env.robots[0].gripper.current_action
-        out[n + 2 :] = 0.0
+        out[n + 2 : n + 2 + nq] = self._picture_qpos
+        end = n + 2 + nq + len(self._alphas)
+        out[n + 2 + nq : end] = self._alphas
+        out[end:] = 0.0

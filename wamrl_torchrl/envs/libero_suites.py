@@ -58,8 +58,11 @@ class LiberoSuite:
 
     @property
     def sim_state_dim(self) -> int:
-        """Width D of a stored simulator state: the widest task's state and the gripper command (2)."""
-        return max(states.shape[1] for states in self.init_states) + 2
+        """Width D of a stored simulator state: the widest task's state, the gripper command (2), the pictured state.
+
+        The latter is no wider than the state: it has a qpos, and site alphas in the place of time and qvel.
+        """
+        return 2 * max(states.shape[1] for states in self.init_states) + 2
 
 
 def base_suite(name: str) -> str | None:

@@ -71,14 +71,19 @@ class Worker:
         arrays: the shared arrays.
         resize: see :class:`~wamrl_torchrl.envs.libero_sim.LiberoSim`.
         frame_offsets: executed actions after which a frame is kept.
+        images: render; without, there is no OpenGL context and the arrays of pictures are empty.
     """
 
-    def __init__(self, slot: int, arrays: Arrays, *, resize: Any, frame_offsets: Sequence[int]) -> None:
+    def __init__(
+        self, slot: int, arrays: Arrays, *, resize: Any, frame_offsets: Sequence[int], images: bool = True
+    ) -> None:
         # Here and not above: the parent reads this file too, and must not start OpenGL.
         from wamrl_torchrl.envs.libero_sim import LiberoSim
 
-        LiberoSim.check_gl()
-        self.sim = LiberoSim(resize=resize)
+        if images:
+            LiberoSim.check_gl()
+        self.sim = LiberoSim(resize=resize, images=images)
+        self._has_images = images
         self._offsets = tuple(frame_offsets)
         self._sim_states, self._state = arrays.sim_states[slot], arrays.state[slot]
         self._image, self._frames = arrays.image[slot], arrays.frames[slot]
@@ -86,7 +91,8 @@ class Worker:
     def reset(self, *, start: dict[str, Any]) -> None:
         """Start an episode from ``LiberoSim.reset(**start)`` and show its first observation."""
         self.sim.reset(**start)
-        self.sim.write_image(self._image)
+        if self._has_images:
+            self.sim.write_image(self._image)
         self.sim.write_state(self._state)
 
     def step(self, *, actions: np.ndarray, limit: int) -> tuple[int, bool]:
@@ -106,10 +112,14 @@ class Worker:
         self._frames[reached:] = 0
         if reached and self._offsets[reached - 1] == executed:
             self._image[:] = self._frames[reached - 1]
-        else:
+        elif self._has_images:
             self.sim.write_image(self._image)
         self.sim.write_state(self._state)
         return executed, success
+
+    def render(self, **states: Any) -> np.ndarray:
+        """Frames of stored states, ``LiberoSim.render(**states)``."""
+        return self.sim.render(**states)
 
     def demonstrate(
         self, *, start: dict[str, Any], noise: float, seed: list[int], frame_stride: int, render: bool, limit: int

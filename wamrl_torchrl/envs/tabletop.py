@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import torch
 from tensordict import TensorDict
@@ -42,7 +43,8 @@ class TableTopEnv(ChunkEnv):
         start_states: states to start from by task: init state id ``50 + j`` stands for ``start_states[task_id][j]``,
             float64 [D] as in ``sim_states``, whatever the env seed; plain ids then end at 49.
         replan_steps: actions executed per chunk.
-        frame_offsets: executed actions after which a future frame is returned.
+        frame_offsets: executed actions after which a future frame is returned; ``"every"`` for all.
+        images: return pictures; nothing is painted without.
         max_episode_steps: an episode is truncated after so many executed actions.
         image_size: height and width of the two views together, multiples of 32.
 
@@ -61,7 +63,8 @@ class TableTopEnv(ChunkEnv):
         init_state_ids: Sequence[int] = range(40),
         start_states: Mapping[int, Tensor] | None = None,
         replan_steps: int = 8,
-        frame_offsets: Sequence[int] = schema.FRAME_OFFSETS,
+        frame_offsets: Sequence[int] | Literal["every"] = schema.FRAME_OFFSETS,
+        images: bool = True,
         max_episode_steps: int = MAX_EPISODE_STEPS,
         image_size: tuple[int, int] = (64, 128),
     ) -> None:
@@ -74,6 +77,7 @@ class TableTopEnv(ChunkEnv):
             replan_steps=replan_steps,
             max_episode_steps=max_episode_steps,
             frame_offsets=frame_offsets,
+            images=images,
             sim_state_dim=world.STATE_DIM,
         )
         self.task_ids = tuple(range(len(TABLETOP_INSTRUCTIONS)) if task_ids is None else task_ids)
@@ -156,7 +160,8 @@ class TableTopEnv(ChunkEnv):
 
     def _start_episodes(self, slots: Tensor, episodes: Tensor) -> None:
         self._world[slots] = self._initial_states(episodes)
-        self._image[slots] = render(self._world[slots], self.image_size)
+        if self.images:
+            self._image[slots] = render(self._world[slots], self.image_size)
 
     def _execute(self, slots: Tensor, actions: Tensor, limits: Tensor) -> Outcome:
         task_ids = self._episodes[slots, 0]
@@ -171,7 +176,8 @@ class TableTopEnv(ChunkEnv):
             trail.append(state)
         self._world[slots] = state
         sim_states = torch.stack(trail, 1)
-        return Outcome(executed, success, self._render_outcome(slots, sim_states, executed), sim_states)
+        frames = self._render_outcome(slots, sim_states, executed) if self.images else None
+        return Outcome(executed, success, frames, sim_states)
 
     def _render_outcome(self, slots: Tensor, sim_states: Tensor, executed: Tensor) -> Tensor:
         """Paint the frames that were reached, uint8 [M,F,3,H,W], and the last one into the slots' observation."""
@@ -189,5 +195,5 @@ class TableTopEnv(ChunkEnv):
         self._image[slots[same]] = future[same, column]
         return future
 
-    def _observe(self) -> tuple[Tensor, Tensor]:
-        return self._image.clone(), world.proprioception(self._world)
+    def _observe(self) -> tuple[Tensor | None, Tensor]:
+        return self._image.clone() if self.images else None, world.proprioception(self._world)
