@@ -61,6 +61,7 @@ class DemoConfig:
 
     episodes_per_task: int = 12
     noise: float = 0.2  # largest action noise of an episode
+    grasp_variation: float = 1.0  # size of the random variation of grasp and approach (LIBERO)
 
 
 @dataclass

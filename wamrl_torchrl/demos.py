@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -16,6 +17,8 @@ from wamrl_torchrl.config import EnvConfig, RunConfig
 from wamrl_torchrl.data.analysis import Rate
 from wamrl_torchrl.data.episodes import STRIDE, EpisodeStore
 from wamrl_torchrl.envs.libero import LiberoEnv
+from wamrl_torchrl.envs.libero_goals import require_expert
+from wamrl_torchrl.envs.libero_suites import load_suite
 from wamrl_torchrl.envs.tabletop import TableTopEnv
 from wamrl_torchrl.report import progress_bar
 
@@ -42,6 +45,17 @@ def to_episode(demonstration: TensorDictBase) -> TensorDict:
     return episode.set("is_decision", torch.ones(len(frames), dtype=torch.bool))
 
 
+def make_demo_env(config: EnvConfig) -> LiberoEnv | TableTopEnv:
+    """Build the environment of :func:`make_demonstrations`.
+
+    Raises:
+        ValueError: a task has no scripted expert; no simulator has been started.
+    """
+    if config.name == "libero":
+        require_expert(load_suite(config.suite), task_ids(config))
+    return make_env(config)
+
+
 def make_demonstrations(env: LiberoEnv | TableTopEnv, config: RunConfig, console: Console) -> EpisodeStore:
     """Let the scripted expert run and keep the episodes that succeed.
 
@@ -49,9 +63,12 @@ def make_demonstrations(env: LiberoEnv | TableTopEnv, config: RunConfig, console
         RuntimeError: a task has no successful demonstration.
     """
     episodes = demo_episodes(config.env, config.demos.episodes_per_task, seed=config.seed)
+    options: dict[str, Any] = {"noise": config.demos.noise, "seed": config.seed}
+    if isinstance(env, LiberoEnv):
+        options["grasp_variation"] = config.demos.grasp_variation
     found: dict[int, TensorDict] = {}
     with progress_bar(console, "demonstrations", len(episodes)) as advance:
-        for row, demonstration in env.iter_demonstrations(episodes, noise=config.demos.noise, seed=config.seed):
+        for row, demonstration in env.iter_demonstrations(episodes, **options):
             if bool(demonstration.get(schema.SUCCESS)):
                 found[row] = to_episode(demonstration)
             advance(1, f"{len(found)} successful")
@@ -75,7 +92,7 @@ def _main(config: RunConfig, console: Console) -> None:
     directory = Path(config.logger.directory) / "demos"
     if directory.exists():
         raise FileExistsError(f"{directory} exists: choose another logger.directory")
-    env = make_env(config.env)
+    env = make_demo_env(config.env)
     try:
         make_demonstrations(env, config, console).save(directory)
     finally:

@@ -19,13 +19,13 @@ from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDic
 from torchrl.envs import TransformedEnv
 from torchrl.record.loggers import CSVLogger, TensorboardLogger
 
-from wamrl_torchrl.build import EnvFactory, fit_policy, frame_offsets, make_env, task_ids
+from wamrl_torchrl.build import EnvFactory, fit_policy, frame_offsets, task_ids
 from wamrl_torchrl.collectors.collect import make_collector
 from wamrl_torchrl.config import RunConfig
 from wamrl_torchrl.data.analysis import Rate
 from wamrl_torchrl.data.episodes import EpisodeStore
 from wamrl_torchrl.data.starts import StartStates
-from wamrl_torchrl.demos import MAX_ENV_SEED, make_demonstrations
+from wamrl_torchrl.demos import MAX_ENV_SEED, make_demo_env, make_demonstrations
 from wamrl_torchrl.envs.episodes import EpisodePlan
 from wamrl_torchrl.learner import ActorUpdate, ParameterWatch, VideoUpdate, is_half
 from wamrl_torchrl.modules.checkpoint import CONFIG_FILE, load_policy, save_policy
@@ -76,7 +76,7 @@ def prepare_start(config: RunConfig, console: Console) -> Start:
         console.print(f"{len(demos)} demonstrations from {directory / 'demos'}")
     else:
         console.print("A random policy never succeeds: making scripted demonstrations first.")
-        env = make_env(config.env)
+        env = make_demo_env(config.env)
         try:
             demos = make_demonstrations(env, config, console)
         finally:

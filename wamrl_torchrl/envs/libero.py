@@ -14,9 +14,10 @@ from wamrl_torchrl import schema
 from wamrl_torchrl.envs.chunk import ChunkEnv, Outcome
 from wamrl_torchrl.envs.episodes import describe_episode
 from wamrl_torchrl.envs.libero_gl import check_gl, choose_devices, worker_environment
+from wamrl_torchrl.envs.libero_goals import require_expert
 from wamrl_torchrl.envs.libero_jobs import Job, run_jobs
 from wamrl_torchrl.envs.libero_pool import Lost, SimPool
-from wamrl_torchrl.envs.libero_suites import EXPERT_SUITES, load_suite
+from wamrl_torchrl.envs.libero_suites import load_suite
 from wamrl_torchrl.envs.libero_worker import Layout
 
 IMAGE_SIZE = (224, 448)
@@ -291,14 +292,21 @@ class LiberoEnv(ChunkEnv):
         episodes: Tensor,
         *,
         noise: float = 0.0,
+        grasp_variation: float = 0.0,
         seed: int = 0,
         frame_stride: int = schema.VIDEO_STRIDE,
         render: bool = True,
     ) -> list[TensorDict]:
         """Let the scripted expert run ``episodes``; see :meth:`iter_demonstrations`, whose results are put in order."""
-        finished = dict(
-            self.iter_demonstrations(episodes, noise=noise, seed=seed, frame_stride=frame_stride, render=render)
+        demonstrations = self.iter_demonstrations(
+            episodes,
+            noise=noise,
+            grasp_variation=grasp_variation,
+            seed=seed,
+            frame_stride=frame_stride,
+            render=render,
         )
+        finished = dict(demonstrations)
         return [finished[row] for row in range(len(episodes))]
 
     def iter_demonstrations(
@@ -306,6 +314,7 @@ class LiberoEnv(ChunkEnv):
         episodes: Tensor,
         *,
         noise: float = 0.0,
+        grasp_variation: float = 0.0,
         seed: int = 0,
         frame_stride: int = schema.VIDEO_STRIDE,
         render: bool = True,
@@ -321,7 +330,9 @@ class LiberoEnv(ChunkEnv):
         Keyword Args:
             noise: an episode's standard deviation of the Ornstein-Uhlenbeck noise on the executed position actions is
                 drawn uniformly from 0 to ``noise``, in units of an action.
-            seed: of the noise; an episode's noise depends on it and on the episode's five ids alone.
+            grasp_variation: size of the random variation of grasp, approach, lift and place. 0 is none, 1 up to 6 mm
+                and 7 degrees in the grasp and 3 cm on the way there.
+            seed: of noise and variation; those of an episode depend on it and on the episode's five ids alone.
             frame_stride: actions between two frames.
             render: leave ``frames`` out when false.
 
@@ -333,16 +344,12 @@ class LiberoEnv(ChunkEnv):
             bool ``[1]``.
 
         Raises:
-            ValueError: the suite has no expert, or an id or option is out of range.
+            ValueError: a task has no expert (the message says which have), or an id or option is out of range.
             RuntimeError: a simulator failed; the environment is closed.
         """
-        untaught = sorted({*self.suite.suites} - {*EXPERT_SUITES})
-        if untaught:
-            raise ValueError(
-                f"no scripted expert for {', '.join(untaught)}; there is one for {', '.join(EXPERT_SUITES)}"
-            )
-        if noise < 0:
-            raise ValueError(f"noise must not be negative, got {noise}")
+        for name, value in (("noise", noise), ("grasp_variation", grasp_variation)):
+            if value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
         if frame_stride < 1:
             raise ValueError(f"frame_stride must be at least 1, got {frame_stride}")
         rows = episodes.tolist()
@@ -351,7 +358,8 @@ class LiberoEnv(ChunkEnv):
         if schema.PARKED in (row[-1] for row in rows):
             raise ValueError(f"an episode to demonstrate has {schema.EPISODE_ID} {schema.PARKED}, which means none")
         starts = [self._start(*row[:3]) for row in rows]
-        options = {"noise": noise, "frame_stride": frame_stride, "render": render}
+        require_expert(self.suite, [row[0] for row in rows])
+        options = {"noise": noise, "grasp_variation": grasp_variation, "frame_stride": frame_stride, "render": render}
         limits = self._horizons(episodes[:, 0]).tolist()
         jobs = [
             Job(

@@ -29,8 +29,6 @@ from wamrl_torchrl.messages import first_few
 #: steps (hence the limits 220, 280, 300, 520 and 400 of the OpenVLA protocol). All are multiples of 40, so that the
 #: limit cuts no chunk of 8, 10 or 20 actions short.
 SUITES = {"libero_spatial": 240, "libero_object": 280, "libero_goal": 320, "libero_10": 520, "libero_90": 520}
-#: Suites whose tasks all are "put one object on, or into, another", which the scripted expert can do.
-EXPERT_SUITES = ("libero_spatial", "libero_object")
 
 
 @dataclass(frozen=True)

@@ -122,13 +122,22 @@ class Worker:
         return self.sim.render(**states)
 
     def demonstrate(
-        self, *, start: dict[str, Any], noise: float, seed: list[int], frame_stride: int, render: bool, limit: int
+        self,
+        *,
+        start: dict[str, Any],
+        noise: float,
+        grasp_variation: float,
+        seed: list[int],
+        frame_stride: int,
+        render: bool,
+        limit: int,
     ) -> dict[str, np.ndarray]:
         """Run the scripted expert from ``LiberoSim.reset(**start)`` to success or ``limit``; what it did, as arrays."""
         from wamrl_torchrl.envs.libero_expert import ActionNoise, WaypointExpert
 
         self.sim.reset(**start)
-        expert, add_noise = WaypointExpert(self.sim.env), ActionNoise(noise, seed)
+        expert = WaypointExpert(self.sim.env, variation=grasp_variation, seed=seed)
+        add_noise = ActionNoise(noise, seed)
         frames, states, sim_states, actions, executed = [], [], [], [], []
         success = False
         for step in range(limit + 1):
