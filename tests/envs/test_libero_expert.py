@@ -10,6 +10,7 @@ from tests.envs._libero import PARKED, act, request
 from wamrl_torchrl import schema
 from wamrl_torchrl.envs.libero import LiberoEnv
 from wamrl_torchrl.envs.libero_expert import NOISE_AT_CONTACT, NOISE_MEMORY, ActionNoise
+from wamrl_torchrl.envs.libero_scripts import NO_VARIATION, SIZES, draw_variation
 
 pytestmark = pytest.mark.libero
 EPISODES = torch.tensor([[0, 1, 21, 0, 0], [0, 2, 22, 1, 1], [0, 45, 23, 2, 2], [0, 1, 21, 0, 3]])
@@ -24,7 +25,7 @@ def env():
 
 @pytest.fixture(scope="module")
 def noisy(env):
-    return env.demonstrate(EPISODES, noise=0.4, render=False)
+    return env.demonstrate(EPISODES, noise=0.4, grasp_variation=1.0, render=False)
 
 
 class TestDemonstrations:
@@ -48,8 +49,13 @@ class TestDemonstrations:
         assert all(bool(difference[:, :3].any()) for difference in differences)
         assert not any(bool(difference[:, 3:].any()) for difference in differences)
 
-    def test_noise_depends_on_the_episode_alone(self, env, noisy):
-        again = env.demonstrate(EPISODES[[3, 1]], noise=0.4, render=False)
+    def test_variation_is_in_the_choice_of_actions(self, noisy):
+        # Rows 0 and 3 differ in their episode id only, and start from the same state.
+        assert torch.equal(noisy[0]["sim_states"][0], noisy[3]["sim_states"][0])
+        assert not torch.equal(noisy[0]["actions"][0], noisy[3]["actions"][0])
+
+    def test_noise_and_variation_depend_on_the_episode_alone(self, env, noisy):
+        again = env.demonstrate(EPISODES[[3, 1]], noise=0.4, grasp_variation=1.0, render=False)
         for key in ("actions", "executed_actions", "sim_states", "states"):
             assert torch.equal(again[0][key], noisy[3][key])
             assert torch.equal(again[1][key], noisy[1][key])
@@ -86,7 +92,11 @@ class TestDemonstrations:
 class TestBadInput:
     @pytest.mark.parametrize(
         ("options", "message"),
-        [({"noise": -0.1}, "noise must not be negative"), ({"frame_stride": 0}, "frame_stride must be at least 1")],
+        [
+            ({"noise": -0.1}, "noise must not be negative"),
+            ({"grasp_variation": -1.0}, "grasp_variation must not be negative"),
+            ({"frame_stride": 0}, "frame_stride must be at least 1"),
+        ],
     )
     def test_options(self, env, options, message):
         with pytest.raises(ValueError, match=message):
@@ -100,11 +110,30 @@ class TestBadInput:
         with pytest.raises(ValueError, match=message):
             env.demonstrate(torch.tensor([episode]))
 
-    def test_suite_without_an_expert(self):
+
+class TestGoal:
+    def test_suite_with_and_without_an_expert(self):
         env = LiberoEnv("libero_goal", 1)
-        with pytest.raises(ValueError, match="no scripted expert for libero_goal; there is one for libero_spatial, "):
-            env.demonstrate(EPISODES)
+        # One script of each kind but the bowl's, and the bottle onto the sloping rack.
+        demos = env.demonstrate(torch.tensor([[7, 0, 1, 0, 0], [9, 0, 1, 0, 1]]), grasp_variation=1.0, render=False)
         env.close()
+        assert [bool(demo["success"]) for demo in demos] == [True, True]
+        assert max(len(demo["actions"]) for demo in demos) < 120
+
+
+class TestVariation:
+    def test_lies_within_its_sizes(self):
+        generator = np.random.default_rng(0)
+        drawn = [draw_variation(0.5, generator) for _ in range(500)]
+        for values, size in zip(zip(*drawn, strict=True), SIZES, strict=True):
+            relative = np.abs(np.stack(values)) / size
+            assert relative.max() <= 0.5
+            assert relative.max() > 0.48
+
+    def test_none(self):
+        drawn = draw_variation(0.0, np.random.default_rng(1))
+        assert all(np.array_equal(value, none) for value, none in zip(drawn, NO_VARIATION, strict=True))
+        assert not any(np.any(value) for value in drawn)
 
 
 class TestActionNoise:

@@ -33,7 +33,7 @@ def read_goal(bddl_file: str | Path) -> list[tuple[str, ...]]:
         ValueError: the file has no goal.
     """
     _, found, goal = Path(bddl_file).read_text(encoding="utf-8").partition("(:goal")
-    predicates = [tuple(text.split()) for text in re.findall(r"\(([^()]+)\)", goal)]
+    predicates = [text.split() for text in re.findall(r"(?i)\((?!and\b)([^()]+)\)", goal)]
     if not found or not predicates:
         raise ValueError(f"{bddl_file} has no goal")
     return [(relation.lower(), *arguments) for relation, *arguments in predicates]

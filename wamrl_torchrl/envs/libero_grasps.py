@@ -13,8 +13,10 @@ import numpy as np
 
 ENOUGH = 0.015  # metres of clearance: more is not better
 MAX_WIDTH = 0.072  # the fingers open to 8 cm
+SQUARE = 0.001  # metres: square to the sides is what is not wider by this than the grasps next to it
 FINGER_LENGTH = 0.05  # what stands higher above the grip touches the palm
-RIM_DEPTH = 0.033  # of the grip below the upper edge of a bowl
+RIM_DEPTH = 0.033  # of the grip below the upper edge of a bowl; a plate is less deep:
+GROUND = 0.01  # of the grip above what a plate stands on
 RIM_ANGLES = np.arange(16) * np.pi / 8
 YAWS = np.arange(-7, 9) * np.pi / 16
 
@@ -76,34 +78,36 @@ def opening(yaw: float) -> np.ndarray:
 
 
 def rim_grasps(item: Boxes) -> list[Grasp]:
-    """Hold a bowl by its rim, where the wall fits between the fingers; the robot's right hand side comes first."""
+    """Hold a bowl or a plate by its rim; small turns and the side on the robot's right come first."""
     corners = item.corners()
     low, high = corners.min((0, 1)), corners.max((0, 1))
     center, radius = (low + high)[:2] / 2, (high - low)[:2].mean() / 2 - 0.009
+    height = max(high[2] - RIM_DEPTH, low[2] + GROUND)
     grasps = []
     for angle in RIM_ANGLES:
-        position = np.array([*(center + radius * np.array([np.cos(angle), np.sin(angle)])), high[2] - RIM_DEPTH])
+        position = np.array([*(center + radius * np.array([np.cos(angle), np.sin(angle)])), height])
         yaw = (angle + np.pi / 2 + np.pi / 2) % np.pi - np.pi / 2
         grasps.append(Grasp(position, yaw))
     return sorted(grasps, key=lambda grasp: (round(abs(grasp.yaw), 3), grasp.position[1]))
 
 
 def side_grasps(item: Boxes) -> list[Grasp]:
-    """Hold an object between its sides, at mid-height or as low as the palm allows; narrow and straight first."""
+    """Hold an object between its sides, at mid-height or as low as the palm allows.
+
+    Grasps that are square to the sides come first, small turns before large ones.
+    """
     corners = item.corners()
     low, high = corners[..., 2].min(), corners[..., 2].max()
     height = max((low + high) / 2, high - FINGER_LENGTH)
     here = (corners[..., 2].min(1) < height + 0.01) & (corners[..., 2].max(1) > height - 0.01)
     corners = corners[here, :, :2].reshape(-1, 2)
     middle = (corners.min(0) + corners.max(0)) / 2
-    grasps = []
-    for yaw in YAWS:
-        across = corners @ opening(yaw)
-        width = across.max() - across.min()
-        if width < MAX_WIDTH:
-            position = middle + ((across.max() + across.min()) / 2 - middle @ opening(yaw)) * opening(yaw)
-            grasps.append((100 * width + 2 * abs(yaw), Grasp(np.append(position, height), yaw)))
-    return [grasp for _, grasp in sorted(grasps, key=lambda pair: pair[0])]
+    directions = np.stack([opening(yaw) for yaw in YAWS])
+    across = (corners - middle) @ directions.T
+    widths, shifts = np.ptp(across, 0), (across.max(0) + across.min(0)) / 2
+    is_square = widths < np.minimum(np.roll(widths, 1), np.roll(widths, -1)) + SQUARE
+    order = sorted(np.flatnonzero(widths < MAX_WIDTH), key=lambda i: (not is_square[i], round(float(abs(YAWS[i])), 3)))
+    return [Grasp(np.append(middle + shifts[i] * directions[i], height), float(YAWS[i])) for i in order]
 
 
 def hand_points(grasp: Grasp) -> np.ndarray:

@@ -5,7 +5,7 @@ All lengths are metres, all angles radians, all positions the simulator's true o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +26,6 @@ PRESS = 0.005  # how far above its place's origin an object is let go, unless it
 FRONT = np.radians(80)  # tilt of the hand that takes a drawer's bar from the front
 BAR_REACH, PULL = 0.005, 0.19  # how far short of the bar's middle the grip stays; how far it is pulled
 KNOB, KNOB_TURN = 0.035, 1.0  # grip above the knob's origin; how far it is turned
-PLATE_RADIUS, PLATE_HEIGHT = 0.04, 0.014  # where in a plate the fingers draw it
 REGION_DEPTH = 0.05  # from a region's site to the middle of where LIBERO looks for what is on it
 
 
@@ -46,10 +45,10 @@ SIZES = Variation(0.006, 0.003, 0.12, np.array([0.03, 0.03, 0.03]), 0.03, np.arr
 
 def draw_variation(scale: float, generator: np.random.Generator) -> Variation:
     """Draw a variation; ``scale`` 0 is none, 1 has the sizes of :data:`SIZES`."""
-    return Variation(*(scale * size * generator.uniform(-1.0, 1.0, np.shape(size)) for size in SIZES))
+    return Variation._make(scale * size * generator.uniform(-1.0, 1.0, np.shape(size)) for size in SIZES)
 
 
-NO_VARIATION = Variation(*(0.0 * size for size in SIZES))
+NO_VARIATION = Variation._make(0.0 * size for size in SIZES)
 
 
 @dataclass
@@ -117,7 +116,7 @@ class Scene:
     def grasp(self, item: str, relation: str, place: str, attempt: int) -> grasps.Grasp:
         """Choose where to hold ``item``, with room for the hand where it is taken and where it is put."""
         box = grasps.boxes_of(self.env, [item])
-        candidates = grasps.rim_grasps(box) if "bowl" in item else grasps.side_grasps(box)
+        candidates = grasps.rim_grasps(box) if "bowl" in item or "plate" in item else grasps.side_grasps(box)
         if not candidates:
             raise ValueError(f"{item} is too wide for the hand")
         things = [name for name in self.env.obj_body_id if name not in (item, "main_table", "floor")]
@@ -130,19 +129,28 @@ class Scene:
         )
 
 
+def reach(
+    scene: Scene, relation: str, item: str, place: str, attempt: int, variation: Variation
+) -> Generator[Move, None, np.ndarray]:
+    """Take hold of ``item`` and return how the hand is turned."""
+    chosen = scene.grasp(item, relation, place, attempt)
+    along = np.array([np.cos(chosen.yaw), np.sin(chosen.yaw), 0.0])
+    offset = chosen.position - scene.position(item) + variation.along * along + variation.height * UP
+    turn = (chosen.yaw + variation.yaw) * UP
+    above = scene.position(item) + offset + HOVER * UP + variation.hover
+    if scene.hand[2] > above[2] + LIFT / 2:  # something may stand between here and there
+        yield Move(np.array([*above[:2], scene.hand[2]]), OPEN, turn, near=0.03, contact=False)
+    yield Move(scene.follow(item, offset + HOVER * UP + variation.hover), OPEN, turn, near=0.03, contact=False)
+    yield Move(scene.follow(item, offset), OPEN, turn, near=0.005)
+    yield Move(scene.hand, CLOSED, turn, steps=CLOSE_STEPS)
+    return turn
+
+
 def pick_and_place(scene: Scene, relation: str, item: str, place: str, variation: Variation) -> Iterator[Move]:
     """Put ``item`` on, or into, ``place``; again and again, if need be."""
     attempt = 0
     while True:
-        chosen = scene.grasp(item, relation, place, attempt)
-        along = np.array([np.cos(chosen.yaw), np.sin(chosen.yaw), 0.0])
-        offset = chosen.position - scene.position(item) + variation.along * along + variation.height * UP
-        turn = (chosen.yaw + variation.yaw) * UP
-        hover = HOVER * UP + variation.hover
-
-        yield Move(scene.follow(item, offset + hover), OPEN, turn, near=0.03, contact=False)
-        yield Move(scene.follow(item, offset), OPEN, turn, near=0.005)
-        yield Move(scene.hand, CLOSED, turn, steps=CLOSE_STEPS)
+        turn = yield from reach(scene, relation, item, place, attempt, variation)
         aside = np.append(variation.place, 0.0)
         anchor, hold = scene.hand, scene.hand - scene.position(item)
         height = max(anchor[2] + LIFT + variation.lift, scene.goal_position(relation, place)[2] + hold[2] + CLEARANCE)
@@ -210,35 +218,33 @@ def turn_on(scene: Scene, fixture: str, variation: Variation) -> Iterator[Move]:
         variation = NO_VARIATION
 
 
-def push(scene: Scene, item: str, place: str, variation: Variation) -> Iterator[Move]:
-    """Put closed fingers into a plate, behind its front edge, and draw it to ``place``."""
+def slide(scene: Scene, item: str, place: str, variation: Variation) -> Iterator[Move]:
+    """Draw a plate by its rim to ``place``, without lifting it."""
+    attempt = 0
     while True:
-        start, goal = scene.position(item), scene.position(place)
-        goal[:2] += variation.place
-        ahead = (goal - start) * np.array([1.0, 1.0, 0.0])
-        ahead /= np.linalg.norm(ahead)
-        down = start + PLATE_RADIUS * ahead + PLATE_HEIGHT * UP
-        end = np.append((goal + PLATE_RADIUS * ahead)[:2], down[2])
-        yield Move(down + HOVER * UP + variation.hover, CLOSED, near=0.03, contact=False)
-        yield Move(down, CLOSED, near=0.005)
-        yield Move(end, CLOSED, near=0.02, speed=0.5)
-        anchor = scene.hand
-        yield Move(anchor + HOVER * UP, CLOSED, near=0.03, contact=False)
+        turn = yield from reach(scene, "on", item, place, attempt, variation)
+        height = scene.hand[2]
+        hold = scene.hand - scene.position(item) + np.append(variation.place, 0.0)
+        end = (scene.position(place) + hold)[:2]
+        yield Move(np.array([*end, height]), CLOSED, turn, near=0.02, speed=0.5)
+        yield Move(scene.hand, OPEN, turn, steps=RELEASE_STEPS)
+        yield Move(scene.hand + HOVER * UP, OPEN, turn, near=0.03, contact=False)
+        attempt, variation = attempt + 1, NO_VARIATION
 
 
 def script(scene: Scene, goal: tuple[str, ...], variation: Variation) -> Iterator[Move]:
     """The waypoints that reach a goal."""
-    relation, *names = goal
+    relation, item, *places = goal
     if relation == "open":
-        yield from open_drawer(scene, names[0], variation)
+        yield from open_drawer(scene, item, variation)
     elif relation == "turnon":
-        yield from turn_on(scene, names[0], variation)
-    elif "plate" in names[0]:
-        yield from push(scene, *names, variation)
+        yield from turn_on(scene, item, variation)
+    elif "plate" in item:
+        yield from slide(scene, item, places[0], variation)
     else:
-        if relation == "in" and "contain" not in names[1]:
-            yield from open_drawer(scene, names[1], variation)
-        yield from pick_and_place(scene, relation, *names, variation)
+        if "contain" not in places[0] and relation == "in":
+            yield from open_drawer(scene, places[0], variation)
+        yield from pick_and_place(scene, relation, item, places[0], variation)
 
 
 def rotation_between(wanted: np.ndarray, axes: np.ndarray) -> np.ndarray:
