@@ -4,7 +4,8 @@
     python benchmarks/libero_expert.py --suites libero_goal --episodes 50 --noise 0.2
 
 Init states are spread over all of a task's, and every episode has an env seed, a grasp variation and a noise of its
-own. Prints a table and, as its last line, one JSON object; `--save` also writes it to benchmarks/results.
+own. Prints a table and, as its last line, one JSON object; `--save` also writes it to benchmarks/results,
+beside the suites that are there already with the same options.
 """
 
 from __future__ import annotations
@@ -92,6 +93,10 @@ def main() -> None:
         "machine": f"physics only, {options.processes} processes, {time.perf_counter() - began:.0f} s",
     }
     if options.save:
+        if RESULT.exists():  # suites may be run one at a time
+            before = json.loads(RESULT.read_text())
+            if all(before[key] == result[key] for key in ("options", "versions")):
+                result["figures"] = before["figures"] | figures
         RESULT.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))
 

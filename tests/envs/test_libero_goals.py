@@ -57,7 +57,6 @@ class TestRefusal:
             "(On red_cream_cheese_1 bigger_akita_black_bowl_1)",
             "(On wine_bottle_1 wine_rack_1_top_region)",
             "(In yellow_milk_1 red_basket_1_contain_region)",
-            "(In akita_black_bowl_1 wooden_cabinet_1_top_region)",
             "(On plate_1 main_table_stove_front_region)",
             "(Open wooden_cabinet_1_middle_region)",
             "(Turnon flat_stove_1)",
@@ -71,6 +70,10 @@ class TestRefusal:
         [
             ("(On chefmate_8_frypan_1 plate_1)", "cannot take hold of chefmate_8_frypan_1"),
             ("(On plate_1 flat_stove_1_cook_region)", "cannot take hold of plate_1"),
+            (
+                "(In akita_black_bowl_1 wooden_cabinet_1_top_region)",
+                "cannot put anything in wooden_cabinet_1_top_region",
+            ),
             ("(In butter_1 microwave_1_heating_region)", "cannot put anything in microwave_1_heating_region"),
             ("(On butter_1 main_table_left_region)", "cannot put anything on main_table_left_region"),
             ("(Open microwave_1)", "cannot open microwave_1"),
@@ -95,9 +98,9 @@ class TestRefusal:
 
 @pytest.mark.libero
 class TestSuites:
-    @pytest.mark.parametrize("name", ["libero_spatial", "libero_object", "libero_goal"])
-    def test_every_task(self, name):
-        assert expert_tasks(load_suite(name)) == list(range(10))
+    @pytest.mark.parametrize(("name", "refused"), [("libero_spatial", []), ("libero_object", []), ("libero_goal", [3])])
+    def test_tasks(self, name, refused):
+        assert [task for task in range(10) if task not in expert_tasks(load_suite(name))] == refused
 
     def test_refused_before_anything_starts(self, monkeypatch):
         monkeypatch.setattr("wamrl_torchrl.demos.make_env", lambda config: pytest.fail("started"))

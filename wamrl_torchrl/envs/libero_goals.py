@@ -22,7 +22,7 @@ ITEMS = (
 DRAWERS = ("cabinet_top_region", "cabinet_middle_region")
 PLACES = {
     "on": ("plate", "bowl", "stove_cook_region", "cabinet_top_side", "rack_top_region"),
-    "in": ("basket_contain_region", "cabinet_top_region"),
+    "in": ("basket_contain_region",),  # an open drawer would stand in the hand's way to the object
 }
 
 

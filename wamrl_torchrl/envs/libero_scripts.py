@@ -138,7 +138,7 @@ def reach(
     offset = chosen.position - scene.position(item) + variation.along * along + variation.height * UP
     turn = (chosen.yaw + variation.yaw) * UP
     above = scene.position(item) + offset + HOVER * UP + variation.hover
-    if scene.hand[2] > above[2] + LIFT / 2:  # something may stand between here and there
+    if scene.hand[2] > above[2] + LIFT:  # something may stand between here and there
         yield Move(np.array([*above[:2], scene.hand[2]]), OPEN, turn, near=0.03, contact=False)
     yield Move(scene.follow(item, offset + HOVER * UP + variation.hover), OPEN, turn, near=0.03, contact=False)
     yield Move(scene.follow(item, offset), OPEN, turn, near=0.005)
@@ -171,7 +171,7 @@ def pick_and_place(scene: Scene, relation: str, item: str, place: str, variation
 
 
 def open_drawer(scene: Scene, region: str, variation: Variation) -> Iterator[Move]:
-    """Take the bar of a drawer from the front, pull it out and let go."""
+    """Take the bar of a drawer from the front and pull it out."""
     site = scene.env.object_sites_dict[region]
     joint = scene.env.sim.model.joint_name2id(site.joints[0])
     model, data = scene.env.sim.model._model, scene.env.sim.data._data
@@ -179,6 +179,7 @@ def open_drawer(scene: Scene, region: str, variation: Variation) -> Iterator[Mov
     outward = -data.xaxis[joint]
     turn = FRONT * np.cross(UP, outward)
     pointing = np.cos(FRONT) * -UP - np.sin(FRONT) * outward
+    before = 0.08 * outward + variation.hover
     sideways = variation.along * 3 * np.cross(outward, UP)
 
     def bar() -> np.ndarray:
@@ -186,7 +187,7 @@ def open_drawer(scene: Scene, region: str, variation: Variation) -> Iterator[Mov
         return boxes.center[np.argmax(boxes.center @ outward)] + sideways - BAR_REACH * pointing
 
     while True:
-        yield Move(lambda: bar() + 0.12 * outward + 0.08 * UP + variation.hover, OPEN, turn, near=0.03, contact=False)
+        yield Move(lambda: bar() + before + 0.04 * outward + 0.08 * UP, OPEN, turn, near=0.03, contact=False)
         yield Move(lambda: bar() + 0.08 * outward, OPEN, turn, near=0.01, contact=False)
         yield Move(bar, OPEN, turn, near=0.005)
         anchor = scene.hand
@@ -195,9 +196,6 @@ def open_drawer(scene: Scene, region: str, variation: Variation) -> Iterator[Mov
         anchor = scene.hand
         yield Move(anchor, OPEN, turn, steps=RELEASE_STEPS)
         yield Move(anchor + 0.06 * outward, OPEN, turn, near=0.02)
-        if scene.env.object_states_dict[region].is_open():
-            break
-    yield Move(anchor + 0.06 * outward + LIFT * UP, OPEN, 0.0 * UP, near=0.05, contact=False)
 
 
 def turn_on(scene: Scene, fixture: str, variation: Variation) -> Iterator[Move]:
@@ -242,8 +240,6 @@ def script(scene: Scene, goal: tuple[str, ...], variation: Variation) -> Iterato
     elif "plate" in item:
         yield from slide(scene, item, places[0], variation)
     else:
-        if "contain" not in places[0] and relation == "in":
-            yield from open_drawer(scene, places[0], variation)
         yield from pick_and_place(scene, relation, item, places[0], variation)
 
 
