@@ -54,8 +54,7 @@ class WaypointExpert:
 
     def _turn(self) -> np.ndarray:
         """From the hand's orientation to the wanted one, axis-angle."""
-        turn = np.zeros(3) if self._move.turn is None else self._move.turn
-        return rotation_between(Rotation.from_rotvec(turn).as_matrix() @ self._start, self._scene.hand_axes)
+        return rotation_between(Rotation.from_rotvec(self._move.turn).as_matrix() @ self._start, self._scene.hand_axes)
 
     def action(self) -> np.ndarray:
         """The next action, float64 ``[7]``."""
@@ -82,9 +81,7 @@ class WaypointExpert:
         if self._steps >= STALL_STEPS or (self._steps >= 5 and is_still):
             return True
         error = np.abs(move.position() - hand)
-        return move.near is not None and bool(
-            error[:2].max() < LEVEL and error[2] < move.near and np.abs(turn).max() < TURNED
-        )
+        return bool(error[:2].max() < LEVEL and error[2] < move.near and np.abs(turn).max() < TURNED)
 
 
 class ActionNoise:

@@ -22,7 +22,8 @@ CLOSE_STEPS, RELEASE_STEPS = 8, 10
 LOST = 0.08  # an object so far below the hand after a lift has stayed behind; a bowl sags by 3 cm
 LEVEL = 0.01  # how close a waypoint is to be met in the plane
 DROP = 0.03  # above the middle of a container, where an object is let go
-PRESS = 0.005  # how far above its place's origin an object is let go, unless it touches something before
+PRESS = 0.005  # above the origin of the object that it is put on, where an object is let go, if it gets so far
+SINK = 0.01  # below the site of a region, likewise
 FRONT = np.radians(80)  # tilt of the hand that takes a drawer's bar from the front
 BAR_REACH, PULL = 0.005, 0.19  # how far short of the bar's middle the grip stays; how far it is pulled
 KNOB, KNOB_TURN = 0.035, 1.0  # grip above the knob's origin; how far it is turned
@@ -57,8 +58,8 @@ class Move:
 
     target: np.ndarray | Callable[[], np.ndarray]  # position [3]; or asked in every step, as objects may move
     gripper: float
-    turn: np.ndarray | None = None  # rotation from the start's orientation of the hand, axis-angle [3]
-    near: float | None = None  # tolerance in height; None: never met, the move goes on until it is blocked
+    turn: np.ndarray  # rotation from the start's orientation of the hand, axis-angle [3]
+    near: float = np.inf  # tolerance in height, metres; in the plane it is LEVEL
     steps: int | None = None  # exactly so many, wherever the hand is
     speed: float = 1.0  # largest position action
     contact: bool = True  # whether fingers touch something, or are about to: noise would only spoil it
@@ -107,7 +108,7 @@ class Scene:
             return position + DROP * UP
         # LIBERO looks for the object along the site's third axis: straight up, or up the slope of the wine rack.
         axis = np.array(self.env.sim.data.get_site_xmat(place))[:, 2]
-        return position + REGION_DEPTH * (axis - axis[2] * UP) - LEVEL * UP
+        return position + REGION_DEPTH * (axis - axis[2] * UP) - SINK * UP
 
     def follow_goal(self, relation: str, place: str, offset: np.ndarray) -> Callable[[], np.ndarray]:
         """A target ``offset`` from where an object should be."""
@@ -161,7 +162,7 @@ def pick_and_place(scene: Scene, relation: str, item: str, place: str, variation
             continue
         top = scene.hand
         across = scene.goal_position(relation, place) + aside + top - scene.position(item)
-        yield Move(np.array([*across[:2], top[2]]), CLOSED, turn, near=1.0, contact=False)
+        yield Move(np.array([*across[:2], top[2]]), CLOSED, turn, contact=False)
         hold = aside + scene.hand - scene.position(item)
         yield Move(scene.follow_goal(relation, place, hold), CLOSED, turn, near=0.005)
         anchor = scene.hand
@@ -211,7 +212,7 @@ def turn_on(scene: Scene, fixture: str, variation: Variation) -> Iterator[Move]:
         yield Move(over + HOVER * UP + variation.hover, OPEN, turn, near=0.03, contact=False)
         yield Move(over, OPEN, turn, near=0.005)
         yield Move(over, CLOSED, turn, steps=CLOSE_STEPS)
-        yield Move(over, CLOSED, turned, near=1.0)
+        yield Move(over, CLOSED, turned)
         yield Move(over, OPEN, turned, steps=RELEASE_STEPS)
         variation = NO_VARIATION
 
