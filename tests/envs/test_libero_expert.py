@@ -112,13 +112,14 @@ class TestBadInput:
 
 
 class TestGoal:
-    def test_suite_with_and_without_an_expert(self):
+    def test_a_bottle_on_the_slope_of_the_rack(self):
         env = LiberoEnv("libero_goal", 1)
-        # One script of each kind but the bowl's, and the bottle onto the sloping rack.
-        demos = env.demonstrate(torch.tensor([[7, 0, 1, 0, 0], [9, 0, 1, 0, 1]]), grasp_variation=1.0, render=False)
+        (demo,) = env.demonstrate(torch.tensor([[9, 0, 1, 0, 0]]), grasp_variation=1.0, render=False)
+        with pytest.raises(ValueError, match=r"task 3 \(open the top drawer and put the bowl inside\): it cannot put"):
+            env.demonstrate(torch.tensor([[9, 0, 1, 0, 0], [3, 0, 1, 0, 1]]))
         env.close()
-        assert [bool(demo["success"]) for demo in demos] == [True, True]
-        assert max(len(demo["actions"]) for demo in demos) < 120
+        assert bool(demo["success"])
+        assert len(demo["actions"]) < 120
 
 
 class TestVariation:
