@@ -121,7 +121,7 @@ def make_env(
     if config.name == "tabletop":
         height, width = config.image_size
         return TableTopEnv(config.num_envs, image_size=(height, width), **common)
-    names = ("settle_steps", "background_reset", "max_failures", "render_devices")
+    names = ("settle_steps", "physics", "background_reset", "max_failures", "render_devices")
     common |= {name: getattr(config, name) for name in names}
     return LiberoEnv(config.suite, config.num_envs, **common)
 

@@ -32,6 +32,7 @@ class EnvConfig:
     max_episode_steps: int | None = None  # the horizon of the world or suite if null
     standard_horizon: bool = False  # of LIBERO, that is the published one; evaluation.protocol=standard sets it
     settle_steps: int = 10  # no-ops after a reset (LIBERO; the released protocol waits 30)
+    physics: str = "exact"  # or fast: half the cost of a step, no longer LIBERO's states to the bit (LIBERO)
     background_reset: bool = True  # a simulator that resets does not hold up the others (LIBERO; not in evaluation)
     max_failures: int = 3  # simulators lost in one slot, with no whole episode between, before the run stops (LIBERO)
     render_devices: list[int] | None = None  # LIBERO on GPUs: EGL numbers, dealt in turn; the first visible if null

@@ -354,6 +354,7 @@ class TestBadInput:
             ({"task_ids": []}, r"nothing to deal: task_ids=\[\]"),
             ({"init_state_ids": [50]}, "init_state_id 50 is out of range for task 0 .* 50 init states and 0 start"),
             ({"resize": "bicubic"}, "resize must be 'render256' or 'render224', got 'bicubic'"),
+            ({"physics": "rough"}, "physics must be 'exact' or 'fast', got 'rough'"),
             ({"settle_steps": -1}, "settle_steps must not be negative, got -1"),
             ({"frame_offsets": (4, 12)}, "frame_offsets must increase within 1..replan_steps=10"),
             ({"replan_steps": 33}, "replan_steps must lie in 1..32"),

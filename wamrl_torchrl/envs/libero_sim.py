@@ -2,7 +2,8 @@
 
 States and frames are bit-equal to those of ``OffScreenRenderEnv`` with a hard reset; the work is not. Frames are
 rendered only when asked for (in software a frame costs ten times a control step), other observables are off, and a
-reset keeps the compiled model (0.02 s instead of 2 s).
+reset keeps the compiled model (0.02 s instead of 2 s). A control step leaves out robosuite's Python
+(:mod:`~wamrl_torchrl.envs.libero_control`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import robosuite.utils.transform_utils as transforms
 from PIL import Image
 from robosuite.utils.binding_utils import GLContext
 from robosuite.utils.errors import RandomizationError
-from robosuite.utils.observables import Observable, sensor
 
+from wamrl_torchrl.envs.libero_control import ControlLoop, Physics
 from wamrl_torchrl.envs.libero_install import simulator_class
 
 ControlEnv = simulator_class()
@@ -38,11 +39,12 @@ class LiberoSim:
     Keyword Args:
         resize: ``"render256"`` renders at 256 and resizes to 224 bilinearly with antialiasing, as the released model
             saw its frames; ``"render224"`` renders at 224.
+        physics: see :class:`~wamrl_torchrl.envs.libero_control.ControlLoop`.
         images: make an OpenGL context; without, nothing can be rendered.
     """
 
-    def __init__(self, *, resize: Resize, images: bool = True) -> None:
-        self._images = images
+    def __init__(self, *, resize: Resize, physics: Physics = "exact", images: bool = True) -> None:
+        self._physics, self._images = physics, images
         self._render_size = 256 if resize == "render256" else IMAGE_SIZE
         self._bddl_file: str | None = None
         self._wrapper: Any = None
@@ -89,30 +91,22 @@ class LiberoSim:
             for name in self.env.visualization_sites_list
             for site, _ in self.env.get_object(name).object_properties["vis_site_names"].values()
         ]
-        # The poses in ``data`` lag behind its qpos by one physics step; this is the qpos that they belong to.
-        self._posed_qpos = np.zeros(model.nq)
-        pre_action = self.env._pre_action
+        self.env._observables = {}
+        self.control = ControlLoop(self.env, physics=self._physics)
 
-        def note_posed_qpos(action: np.ndarray, policy_step: bool) -> None:
-            self._posed_qpos[:] = self.env.sim.data.qpos
-            pre_action(action, policy_step)
+    def _take_snapshot(self, posed_qpos: np.ndarray) -> None:
+        """Keep what an observation shows: robosuite samples it 2 ms before the end of a control step.
 
-        self.env._pre_action = note_posed_qpos
-        # robosuite samples its observables one physics step (2 ms) before the end of a control step. Riding on its own
-        # clock gives the observation that a policy trained on robosuite's has seen.
-        snapshot = Observable("snapshot", self._take_snapshot, sampling_rate=20, active=False)
-        self.env._observables = {"snapshot": snapshot}
-
-    @sensor("snapshot")
-    def _take_snapshot(self, _cache: dict) -> float:
+        Args:
+            posed_qpos: float64 ``[nq]``, the qpos that the poses in MuJoCo's data belong to.
+        """
         robot, data = self.env.robots[0], self.env.sim.data
         quaternion = transforms.convert_quat(data.get_body_xquat(robot.robot_model.eef_name), to="xyzw")
         eef_pos, fingers = data.site_xpos[robot.eef_site_id], data.qpos[robot._ref_gripper_joint_pos_indexes]
         self._state = np.concatenate([eef_pos, transforms.quat2axisangle(quaternion), fingers])
         self._poses = {name: getattr(data._data, name).copy() for name in POSES}
         self._alphas = self.env.sim.model.site_rgba[self._visual_sites, 3]
-        self._picture_qpos = self._posed_qpos.copy()
-        return 0.0
+        self._picture_qpos = posed_qpos
 
     def close(self) -> None:
         """Drop the model and its OpenGL context."""
@@ -149,10 +143,9 @@ class LiberoSim:
             self.env.robots[0].controller.update(force=True)
         self.env._check_success()
         self.env._post_process()
-        self._posed_qpos[:] = sim.data.qpos
-        self.env._update_observables(force=True)
+        self._take_snapshot(sim.data.qpos.copy())
         for _ in range(settle_steps):
-            self.env.step(NO_OP)
+            self.step(NO_OP)
 
     def _place_objects(self) -> None:
         """What ``env.reset`` does with a freshly compiled model, to the bit, with the model that is there.
@@ -170,13 +163,15 @@ class LiberoSim:
                 env._reset_internal()
                 env.sim.forward()
                 env.visualize(dict.fromkeys(env._visualizations, False))
-                env._update_observables(force=True)
                 return
         raise RuntimeError(f"no valid placement of the objects in {PLACEMENT_ATTEMPTS} attempts")
 
     def step(self, action: np.ndarray) -> bool:
         """Execute one action (float ``[7]``) for 50 ms of simulated time; whether the task is solved."""
-        return bool(self.env.step(np.asarray(action, dtype=np.float64))[2])
+        self.control.step(np.asarray(action, dtype=np.float64), self._take_snapshot)
+        # As robosuite and LIBERO do after a step; both may switch the lights of a stove.
+        self.env._post_action(action)
+        return bool(self.env._check_success())
 
     # ---- pictures -----------------------------------------------------------------------------------------------
     def write_image(self, out: np.ndarray) -> None:

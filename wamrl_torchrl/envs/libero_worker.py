@@ -70,19 +70,20 @@ class Worker:
         slot: row of the shared arrays.
         arrays: the shared arrays.
         resize: see :class:`~wamrl_torchrl.envs.libero_sim.LiberoSim`.
+        physics: likewise.
         frame_offsets: executed actions after which a frame is kept.
         images: render; without, there is no OpenGL context and the arrays of pictures are empty.
     """
 
     def __init__(
-        self, slot: int, arrays: Arrays, *, resize: Any, frame_offsets: Sequence[int], images: bool = True
+        self, slot: int, arrays: Arrays, *, resize: Any, physics: Any, frame_offsets: Sequence[int], images: bool = True
     ) -> None:
         # Here and not above: the parent reads this file too, and must not start OpenGL.
         from wamrl_torchrl.envs.libero_sim import LiberoSim
 
         if images:
             LiberoSim.check_gl()
-        self.sim = LiberoSim(resize=resize, images=images)
+        self.sim = LiberoSim(resize=resize, physics=physics, images=images)
         self._has_images = images
         self._offsets = tuple(frame_offsets)
         self._sim_states, self._state = arrays.sim_states[slot], arrays.state[slot]
