@@ -26,6 +26,8 @@ def suite(tmp_path):
         instructions=tuple(f"do task {task}" for task in range(len(GOALS))),
         bddl_files=tuple(str(tmp_path / f"{task}.bddl") for task in range(len(GOALS))),
         init_states=(np.zeros((50, 9)),) * len(GOALS),
+        horizons=(100,) * len(GOALS),
+        suites=("my_suite",) * len(GOALS),
     )
 
 
@@ -98,7 +100,9 @@ class TestRefusal:
 
 @pytest.mark.libero
 class TestSuites:
-    @pytest.mark.parametrize(("name", "refused"), [("libero_spatial", []), ("libero_object", []), ("libero_goal", [3])])
+    @pytest.mark.parametrize(
+        ("name", "refused"), [("libero_spatial", []), ("libero_object_swap", []), ("libero_goal", [3])]
+    )
     def test_tasks(self, name, refused):
         assert [task for task in range(10) if task not in expert_tasks(load_suite(name))] == refused
 
