@@ -1,8 +1,8 @@
 """LIBERO side by side: this package's LiberoEnv against torchrl.envs.LiberoEnv, on the same task, cameras and actions.
 
-    python benchmarks/libero_env.py                        # one and two processes, about 8 minutes on two slow cores
+    python benchmarks/libero_env.py                        # one and two processes; 8 minutes on two slow cores
     python benchmarks/libero_env.py --quick                # the same with fewer rounds
-    python benchmarks/libero_env.py --egl --processes 16   # GPU machine: against LIBERO's own environment, in 16 processes
+    python benchmarks/libero_env.py --egl --processes 16   # GPU machine: against LIBERO's own environment
 
 A round runs every side once, so that a machine whose speed drifts slows all of them. A speed-up is a ratio of medians
 over the rounds; its range is that of the ratios within the rounds. Both sides are started and reset with the same seeds
@@ -105,7 +105,7 @@ def one_process(bench: Bench) -> None:
     with ExitStack() as stack:
         for name, make in {
             "frames": lambda: Ours(1, frame_offsets=FRAMES),
-            "no_frames": lambda: Ours(1, frames="none"),
+            "no_frames": lambda: Ours(1, images=False),
             "torchrl": lambda: TorchRL(1),
         }.items():
             sides[name] = make()

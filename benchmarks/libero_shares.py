@@ -82,12 +82,11 @@ def _measure(side: str, chunks: int) -> dict[str, float]:
 def _watch_all(watch: Stopwatch) -> None:
     import mujoco
     from robosuite.robots.single_arm import SingleArm
-    from robosuite.utils.binding_utils import MjRenderContext
 
     for name in ("mj_step", "mj_step1", "mj_step2", "mj_forward"):
         watch.wrap(mujoco, name, "physics")
-    for name in ("render", "read_pixels"):
-        watch.wrap(MjRenderContext, name, "render")
+    for name in ("mjv_updateScene", "mjr_render", "mjr_readPixels"):
+        watch.wrap(mujoco, name, "render")
     watch.wrap(SingleArm, "control", "controller")
 
 

@@ -1,6 +1,6 @@
-"""The sides that the LIBERO benchmarks compare: this package's environment, TorchRL's, and the simulator stepped in full.
+"""What the LIBERO benchmarks compare: this package's environment, TorchRL's, and the simulator stepped in full.
 
-All run task 0 of libero_spatial from its init state 0, see both cameras rendered at 256, and are given the same actions.
+All run task 0 of libero_spatial from its init state 0, render both cameras at 256, and are given the same actions.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import psutil
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torch import Tensor
 from torchrl.envs import LiberoWrapper, ParallelEnv, step_mdp
 

@@ -18,13 +18,8 @@ PACKAGES = ("torch", "torchrl", "tensordict", "numpy", "mujoco", "robosuite", "l
 
 def versions() -> dict[str, str]:
     """Versions of Python and of those packages that are installed."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:  # the other provider, or a source tree on PYTHONPATH
-            continue
-    return found
+    installed = {distribution.name: distribution.version for distribution in importlib.metadata.distributions()}
+    return {"python": platform.python_version()} | {name: installed[name] for name in PACKAGES if name in installed}
 
 
 def processor() -> str:
