@@ -7,8 +7,9 @@ import multiprocessing
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +17,10 @@ from libero_sides import FRAMES, INIT_STATE, REPLAN, SETTLE, SUITE, TASK, TorchR
 
 from wamrl_torchrl.envs.libero_suites import load_suite, worker_environment
 
+if TYPE_CHECKING:
+    from wamrl_torchrl.envs.libero_sim import LiberoSim
+
+Result = TypeVar("Result")
 PARTS = ("physics", "render", "controller", "python")
 SIDES = ("ours_frames", "ours_no_frames", "torchrl")
 
@@ -47,28 +52,16 @@ class Stopwatch:
 
 
 def shares(side: str, chunks: int) -> dict[str, float]:
-    """Seconds per chunk of 10 actions in each of :data:`PARTS`, measured in a process of its own.
+    """Seconds per chunk of 10 actions in each of :data:`PARTS`; to be called in a fresh process, see :func:`alone`.
 
     Args:
         side: ``ours_frames`` and ``ours_no_frames``: what a simulator process of ours does; ``torchrl``: TorchRL's
             environment, tensordicts included.
         chunks: chunks to measure, after one that is not counted.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_measure, side, chunks).result()
-
-
-def _measure(side: str, chunks: int) -> dict[str, float]:
-    if side != "torchrl":
-        os.environ.update(worker_environment())
     watch = Stopwatch()
     _watch_all(watch)
-    if side == "torchrl":
-        theirs = TorchRL(1)
-        theirs.reset(0)
-        run_chunk = lambda actions: theirs.chunk(torch.from_numpy(actions).float()[None])  # noqa: E731
-    else:
-        run_chunk = _our_chunk(render=side == "ours_frames")
+    run_chunk = _their_chunk() if side == "torchrl" else _our_chunk(render=side == "ours_frames")
     generator, began = np.random.default_rng(0), 0.0
     for index in range(chunks + 1):
         if index == 1:
@@ -77,6 +70,31 @@ def _measure(side: str, chunks: int) -> dict[str, float]:
         run_chunk(generator.uniform(-1.0, 1.0, (REPLAN, 7)))
     seconds = {part: watch.seconds[part] / chunks for part in PARTS}
     return seconds | {"python": (time.perf_counter() - began) / chunks - sum(seconds.values())}
+
+
+def alone(function: Callable[..., Result], *args: Any, like_ours: bool = True) -> Result:
+    """Result of ``function(*args)``, run in a fresh process, since one holds one simulator, and is patched.
+
+    Args:
+        function: what to run.
+        args: its arguments.
+        like_ours: with the environment variables of our simulator processes.
+    """
+    environ = worker_environment() if like_ours else {}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, initializer=os.environ.update, initargs=(environ,)) as pool:
+        return pool.submit(function, *args).result()
+
+
+def make_sim() -> LiberoSim:
+    """The simulator of one of our processes, in this process, at the start of an episode."""
+    from wamrl_torchrl.envs.libero_sim import LiberoSim  # starts OpenGL
+
+    tasks = load_suite(SUITE)
+    sim = LiberoSim(resize="render256")
+    bddl_file, state = tasks.bddl_files[TASK], tasks.init_states[TASK][INIT_STATE]
+    sim.reset(bddl_file=bddl_file, env_seed=0, state=state, settle_steps=SETTLE, resume=False)
+    return sim
 
 
 def _watch_all(watch: Stopwatch) -> None:
@@ -90,15 +108,9 @@ def _watch_all(watch: Stopwatch) -> None:
     watch.wrap(SingleArm, "control", "controller")
 
 
-def _our_chunk(*, render: bool) -> Any:
-    from wamrl_torchrl.envs.libero_sim import LiberoSim
-
-    tasks = load_suite(SUITE)
-    sim = LiberoSim(resize="render256")
-    state, image = tasks.init_states[TASK][INIT_STATE], np.empty((3, 224, 448), np.uint8)
-    sim_state = np.empty(tasks.sim_state_dim)
-    bddl_file = tasks.bddl_files[TASK]
-    sim.reset(bddl_file=bddl_file, env_seed=0, state=state, settle_steps=SETTLE, resume=False)
+def _our_chunk(*, render: bool) -> Callable[[np.ndarray], None]:
+    sim = make_sim()
+    image, sim_state = np.empty((3, 224, 448), np.uint8), np.empty(load_suite(SUITE).sim_state_dim)
 
     def run_chunk(actions: np.ndarray) -> None:
         for executed, action in enumerate(actions, 1):
@@ -108,3 +120,9 @@ def _our_chunk(*, render: bool) -> Any:
                 sim.write_image(image)
 
     return run_chunk
+
+
+def _their_chunk() -> Callable[[np.ndarray], None]:
+    theirs = TorchRL(1)
+    theirs.reset(0)
+    return lambda actions: theirs.chunk(torch.from_numpy(actions).float()[None])
