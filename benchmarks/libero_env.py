@@ -22,6 +22,7 @@ import torch
 from libero_shares import PARTS, SIDES, alone, make_sim, shares
 from libero_sides import (
     FRAMES,
+    MAX_STEPS,
     REPLAN,
     FullStepping,
     Ours,
@@ -39,8 +40,6 @@ from wamrl_torchrl import schema
 from wamrl_torchrl.envs.libero_suites import check_gl, choose_gl
 from wamrl_torchrl.report import progress_bar
 
-MANY_CHUNKS = 6  # chunks of a round with many processes
-
 
 class Bench:
     """Figures of one run, and how they are measured."""
@@ -48,6 +47,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.rounds = 2 if options.quick else options.rounds
         self.resets = 1 if options.quick else options.resets
+        self.chunks_per_round = 1 if options.quick else 6  # with many processes: a round takes seconds on a GPU
         self.figures: dict[str, float] = {}
         self.spread: dict[str, list[float]] = {}
         self.n: dict[str, int] = {}
@@ -162,7 +162,7 @@ def time_shares(bench: Bench) -> None:
 def many_processes(bench: Bench, processes: int) -> None:
     """Our environment with frames against LIBERO's own in as many plain processes, both cameras in every step."""
     backend = choose_gl()
-    actions = bench.actions(bench.rounds, processes, MANY_CHUNKS * REPLAN)
+    actions = bench.actions(bench.rounds, processes, bench.chunks_per_round * REPLAN)
     steps = processes * actions.shape[2]
     began = time.perf_counter()
     with ExitStack() as stack:
@@ -214,6 +214,10 @@ def main() -> None:
     )
     parser.add_argument("--save", action="store_true", help="write results/libero_env.json")
     options = parser.parse_args()
+    if not 1 <= options.rounds < MAX_STEPS // REPLAN or options.resets < 1:
+        parser.error(
+            f"an episode has {MAX_STEPS} steps: --rounds must lie in 1..{MAX_STEPS // REPLAN - 1}, --resets from 1"
+        )
     if options.egl:
         os.environ["MUJOCO_GL"] = "egl"
     gl = check_gl()
