@@ -57,7 +57,7 @@ def slope(memory: np.ndarray, resets: int) -> tuple[float, float, float]:
     means = np.array([part.mean() for part in np.array_split(memory, resets)])[first:]
     step = (np.arange(first, resets) + 0.5) * len(memory) / resets
     fit = stats.linregress(step, 1000 * means)
-    half = stats.t.ppf(0.975, len(means) - 2) * fit.stderr
+    half = stats.t.ppf(0.975, len(means) - 2) * np.nan_to_num(fit.stderr)  # NaN where memory does not change at all
     return fit.slope, fit.slope - half, fit.slope + half
 
 
