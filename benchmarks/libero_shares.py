@@ -60,7 +60,7 @@ def shares(side: str, chunks: int) -> dict[str, float]:
         chunks: chunks to measure, after one that is not counted.
     """
     watch = Stopwatch()
-    _watch_all(watch)
+    _watch(watch, ours=side != "torchrl")
     run_chunk = _their_chunk() if side == "torchrl" else _our_chunk(render=side == "ours_frames")
     generator, began = np.random.default_rng(0), 0.0
     for index in range(chunks + 1):
@@ -97,15 +97,21 @@ def make_sim() -> LiberoSim:
     return sim
 
 
-def _watch_all(watch: Stopwatch) -> None:
+def _watch(watch: Stopwatch, *, ours: bool) -> None:
+    """Time what MuJoCo does, and what computes the torques: our loop around a control step, or robosuite's robot."""
     import mujoco
     from robosuite.robots.single_arm import SingleArm
+
+    from wamrl_torchrl.envs.libero_control import ControlLoop
 
     for name in ("mj_step", "mj_step1", "mj_step2", "mj_forward"):
         watch.wrap(mujoco, name, "physics")
     for name in ("mjv_updateScene", "mjr_render", "mjr_readPixels"):
         watch.wrap(mujoco, name, "render")
-    watch.wrap(SingleArm, "control", "controller")
+    if ours:
+        watch.wrap(ControlLoop, "step", "controller")
+    else:
+        watch.wrap(SingleArm, "control", "controller")
 
 
 def _our_chunk(*, render: bool) -> Callable[[np.ndarray], None]:
