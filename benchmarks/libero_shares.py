@@ -82,8 +82,12 @@ def alone(function: Callable[..., Result], *args: Any, like_ours: bool = True) -
     """
     environ = worker_environment() if like_ours else {}
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, initializer=os.environ.update, initargs=(environ,)) as pool:
+    with ProcessPoolExecutor(1, context, initializer=_set_environment, initargs=(environ,)) as pool:
         return pool.submit(function, *args).result()
+
+
+def _set_environment(environ: dict[str, str]) -> None:
+    os.environ.update(environ)
 
 
 def make_sim() -> LiberoSim:
