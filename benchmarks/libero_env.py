@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wamrl_torchrl import schema
-from wamrl_torchrl.envs.libero_suites import check_gl, choose_gl
+from wamrl_torchrl.envs.libero_gl import check_gl, choose_gl
 from wamrl_torchrl.report import progress_bar
 
 

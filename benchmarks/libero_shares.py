@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from libero_sides import FRAMES, INIT_STATE, REPLAN, SETTLE, SUITE, TASK, TorchRL
 
-from wamrl_torchrl.envs.libero_suites import load_suite, worker_environment
+from wamrl_torchrl.envs.libero_gl import render_threads, worker_environment
+from wamrl_torchrl.envs.libero_suites import load_suite
 
 if TYPE_CHECKING:
     from wamrl_torchrl.envs.libero_sim import LiberoSim
@@ -80,7 +81,7 @@ def alone(function: Callable[..., Result], *args: Any, like_ours: bool = True) -
         args: its arguments.
         like_ours: with the environment variables of our simulator processes.
     """
-    environ = worker_environment() if like_ours else {}
+    environ = worker_environment(threads=render_threads(1)) if like_ours else {}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, initializer=_set_environment, initargs=(environ,)) as pool:
         return pool.submit(function, *args).result()

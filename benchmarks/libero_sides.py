@@ -24,7 +24,8 @@ from torchrl.envs import LiberoWrapper, ParallelEnv, step_mdp
 
 from wamrl_torchrl import schema
 from wamrl_torchrl.envs.libero import LiberoEnv
-from wamrl_torchrl.envs.libero_suites import load_suite, worker_environment
+from wamrl_torchrl.envs.libero_gl import render_threads, worker_environment
+from wamrl_torchrl.envs.libero_suites import load_suite
 
 SUITE, TASK, INIT_STATE = "libero_spatial", 0, 0
 CAMERAS = ("agentview", "robot0_eye_in_hand")
@@ -168,7 +169,7 @@ class FullStepping:
             context.Process(target=_step_in_full, args=(self._gate, rows.numpy()), daemon=True) for rows in of_process
         ]
         before = dict(os.environ)
-        os.environ.update(worker_environment())  # the same device, and as many threads, as ours
+        os.environ.update(worker_environment(threads=render_threads(actions.shape[1])))  # as ours
         try:
             for process in self._processes:
                 process.start()

@@ -6,7 +6,7 @@ import pytest
 
 from wamrl_torchrl.envs import libero, libero_gl
 from wamrl_torchrl.envs.libero import LiberoEnv
-from wamrl_torchrl.envs.libero_gl import choose_devices, choose_gl, worker_environment
+from wamrl_torchrl.envs.libero_gl import choose_devices, choose_gl, render_threads, worker_environment
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +90,13 @@ def test_worker_environment(monkeypatch):
     assert worker_environment()["MUJOCO_EGL_DEVICE_ID"] == "1"
     monkeypatch.setenv("MUJOCO_GL", "osmesa")
     assert worker_environment(2)["CUDA_VISIBLE_DEVICES"] == "1,2"
+
+
+@pytest.mark.parametrize(("cores", "processes", "threads"), [(2, 1, 2), (2, 2, 1), (2, 5, 1), (16, 1, 2), (16, 6, 2)])
+def test_software_rendering_shares_the_cores(monkeypatch, cores, processes, threads):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(cores)))
+    assert render_threads(processes) == threads
+    assert worker_environment(threads=threads)["LP_NUM_THREADS"] == str(threads)
 
 
 @pytest.mark.libero

@@ -13,7 +13,7 @@ from torch import Tensor
 from wamrl_torchrl import schema
 from wamrl_torchrl.envs.chunk import ChunkEnv, Outcome
 from wamrl_torchrl.envs.episodes import describe_episode
-from wamrl_torchrl.envs.libero_gl import check_gl, choose_devices, worker_environment
+from wamrl_torchrl.envs.libero_gl import check_gl, choose_devices, render_threads, worker_environment
 from wamrl_torchrl.envs.libero_goals import require_expert
 from wamrl_torchrl.envs.libero_jobs import Job, run_jobs
 from wamrl_torchrl.envs.libero_pool import Lost, SimPool
@@ -155,7 +155,8 @@ class LiberoEnv(ChunkEnv):
         size = IMAGE_SIZE if images else (0, 0)
         layout = Layout(num_envs, len(self.frame_offsets), replan_steps + 1, tasks.sim_state_dim, *size)
         options = {"resize": resize, "physics": physics, "frame_offsets": self.frame_offsets, "images": images}
-        environs = [worker_environment(devices[slot % len(devices)]) for slot in range(num_envs)]
+        threads = render_threads(num_envs)
+        environs = [worker_environment(devices[slot % len(devices)], threads=threads) for slot in range(num_envs)]
         try:
             pool = SimPool(layout, options=options, environs=environs, timeout_s=timeout_s, max_failures=max_failures)
         except RuntimeError as error:
