@@ -186,7 +186,7 @@ class TestMistakes:
         [
             ([], {}, "nothing to encode: pass --suite, --tabletop or --instruction"),
             (["--instruction", " "], {}, "instructions must not be empty"),
-            (["--suite", "libero_easy"], {}, "unknown LIBERO suite 'libero_easy'; known suites: libero_spatial"),
+            (["--suite", "libero_easy"], {}, "unknown LIBERO suite 'libero_easy'; did you mean "),
             (["--tabletop"], {"encoder": "absent.pth"}, "there is no text encoder"),
             (["--tabletop"], {"tokenizer": "absent"}, "there is no "),
             (["--tabletop"], {"length": 12}, "tokens, a context holds length=12"),
