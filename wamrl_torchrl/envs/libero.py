@@ -15,7 +15,7 @@ from wamrl_torchrl.envs.chunk import ChunkEnv, Outcome
 from wamrl_torchrl.envs.episodes import describe_episode
 from wamrl_torchrl.envs.libero_gl import check_gl, choose_devices, render_threads, worker_environment
 from wamrl_torchrl.envs.libero_goals import require_expert
-from wamrl_torchrl.envs.libero_jobs import Job, run_jobs
+from wamrl_torchrl.envs.libero_jobs import Job, read_stored, render_jobs, run_jobs
 from wamrl_torchrl.envs.libero_pool import Lost, SimPool
 from wamrl_torchrl.envs.libero_suites import load_suite
 from wamrl_torchrl.envs.libero_worker import Layout
@@ -23,8 +23,6 @@ from wamrl_torchrl.envs.libero_worker import Layout
 IMAGE_SIZE = (224, 448)
 TRAIN_INIT_STATES = range(40)
 MAX_ENV_SEED = 2**32 - 1
-RENDERED_KEYS = (schema.TASK_ID, schema.ENV_SEED, schema.SIM_STATES)
-RENDER_ROWS = 8  # frames that a simulator renders at a time: a few seconds of software rendering
 
 
 class LiberoEnv(ChunkEnv):
@@ -437,23 +435,9 @@ class LiberoEnv(ChunkEnv):
                 yield index, torch.cat(finished)
 
     def _render_jobs(self, index: int, episode: TensorDictBase) -> list[Job]:
-        """Cut the rendering of an episode into parts, so that all slots can share in it."""
-        missing = [key for key in RENDERED_KEYS if episode.get(key, None) is None]
-        if missing:
-            raise KeyError(f"episode {index} lacks {missing}, which rendering needs; it has {sorted(episode.keys())}")
-        task, env_seed = int(episode.get(schema.TASK_ID)), int(episode.get(schema.ENV_SEED))
+        task, env_seed, states = read_stored(episode, index=index, width=self.suite.sim_state_dim)
         self._check_ids(task, 0, env_seed)
-        states, width = episode.get(schema.SIM_STATES).cpu(), self.suite.sim_state_dim
-        if states.ndim != 2 or states.dtype != torch.float64 or states.shape[1] != width or len(states) == 0:
-            raise ValueError(
-                f"{schema.SIM_STATES!r} of episode {index} must be float64 [T,{width}], rows as this environment "
-                f"returns them, found {states.dtype} {list(states.shape)}; only they hold what the picture shows"
-            )
-        start, what = {"bddl_file": self.suite.bddl_files[task], "env_seed": env_seed}, f"render of {self.suite.name}"
-        return [
-            Job(task, "render", f"{what}, task_id {task}", {**start, "sim_states": rows.numpy()})
-            for rows in states.split(RENDER_ROWS)
-        ]
+        return render_jobs(self.suite, task, env_seed, states)
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """End the simulator processes; the environment cannot be used afterwards."""
