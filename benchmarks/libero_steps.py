@@ -129,7 +129,7 @@ def _time_step(sim: LiberoSim, action: np.ndarray) -> float:
 def _time_controller(loop: Any, controller: Any, times: int) -> float:
     began = time.perf_counter()
     for _ in range(times):
-        loop.torques(controller, loop.measure())
+        loop.actuate(controller, loop.measure())
     return time.perf_counter() - began
 
 

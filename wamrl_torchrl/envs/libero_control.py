@@ -28,7 +28,7 @@ FAST_TOLERANCE = 1e-10
 
 
 class Measured(NamedTuple):
-    """What torques follow from; joints are those of the arm, Jacobians and inertia have all degrees of freedom."""
+    """What torques follow from; joints and inertia are those of the arm, Jacobians have all degrees of freedom."""
 
     ee_pos: np.ndarray  # [3], m
     ee_ori_mat: np.ndarray  # [3,3]
@@ -38,7 +38,7 @@ class Measured(NamedTuple):
     joint_vel: np.ndarray  # [7], rad/s
     jacobian_pos: np.ndarray  # [3,nv]
     jacobian_ori: np.ndarray  # [3,nv]
-    inertia: np.ndarray  # [nv,nv]
+    inertia: np.ndarray  # [7,7]
 
 
 class ControlLoop:
@@ -70,6 +70,7 @@ class ControlLoop:
         # Views of MuJoCo's own memory, which stays where it is as long as the model does.
         self._site = robot.eef_site_id
         self._arm = arm = _as_slice(robot._ref_joint_vel_indexes)
+        joints = arm.stop - arm.start
         self._measured = Measured(
             ee_pos=data.site_xpos[self._site],
             ee_ori_mat=data.site_xmat[self._site].reshape(3, 3),
@@ -79,16 +80,21 @@ class ControlLoop:
             joint_vel=data.qvel[arm],
             jacobian_pos=np.zeros((3, model.nv)),
             jacobian_ori=np.zeros((3, model.nv)),
-            inertia=np.zeros((model.nv, model.nv)),
+            inertia=np.zeros((joints, joints)),
         )
         self._qvel, self._qm, self._arm_bias = data.qvel, data.qM, data.qfrc_bias[arm]
+        # MuJoCo's inertia is sparse: where it holds the arm's entries shows in the dense form of its own addresses.
+        addresses = np.zeros((model.nv, model.nv))
+        mujoco.mj_fullM(model, addresses, np.arange(model.nM, dtype=np.float64))
+        self._inertia_addresses = addresses[arm, arm].astype(np.intp)
         self._arm_ctrl = data.ctrl[_as_slice(robot._ref_joint_actuator_indexes)]
-        self._torque_min, self._torque_max = robot.torque_limits
+        self._torque_limits = robot.torque_limits
         fingers = _as_slice(robot._ref_joint_gripper_actuator_indexes)
         self._gripper_ctrl = data.ctrl[fingers]
         low, high = model.actuator_ctrlrange[fingers].T
         self._gripper_bias, self._gripper_weight = 0.5 * (high + low), 0.5 * (high - low)
-        self._wrench = np.zeros(6)
+        self._force, self._torque, self._wrench = np.zeros(3), np.zeros(3), np.zeros(6)
+        self._jacobian, self._null_torques = np.zeros((6, joints), order="F"), np.zeros(joints)
 
     def step(self, action: np.ndarray, take_snapshot: Callable[[np.ndarray], None]) -> None:
         """Advance the simulation by 50 ms.
@@ -103,7 +109,9 @@ class ControlLoop:
         tolerance = model.opt.tolerance
         if not exact:
             model.opt.tolerance = FAST_TOLERANCE
-        command, ramp = gripper.current_action, np.array([-1.0, 1.0]) * gripper.speed * np.sign(action[6:])
+        change = np.array([-1.0, 1.0]) * gripper.speed * np.sign(action[6:])
+        commands = _gripper_ramp(gripper.current_action, change)
+        gripper_ctrl = self._gripper_bias + self._gripper_weight * commands
         for substep in range(SUBSTEPS):
             if exact:
                 mujoco.mj_forward(model, data)
@@ -118,10 +126,8 @@ class ControlLoop:
                 controller.new_update = False  # or it would measure again
                 controller.set_goal(action[:6])
             controller.new_update = True
-            torques = self.torques(controller, measured)
-            self._arm_ctrl[:] = np.minimum(np.maximum(torques, self._torque_min), self._torque_max)
-            command = np.minimum(np.maximum(command + ramp, -1.0), 1.0)
-            self._gripper_ctrl[:] = self._gripper_bias + self._gripper_weight * command
+            self.actuate(controller, measured)
+            self._gripper_ctrl[:] = gripper_ctrl[substep]
             posed_qpos = data.qpos.copy() if substep + 1 == SNAPSHOT_AFTER else None
             if exact:
                 mujoco.mj_step(model, data)
@@ -129,7 +135,7 @@ class ControlLoop:
                 mujoco.mj_step2(model, data)
             if posed_qpos is not None:
                 take_snapshot(posed_qpos)
-        gripper.current_action = command
+        gripper.current_action = commands[-1]
         model.opt.tolerance = tolerance
 
     def measure(self) -> Measured:
@@ -138,20 +144,20 @@ class ControlLoop:
         mujoco.mj_jacSite(self._model, self._data, now.jacobian_pos, now.jacobian_ori, self._site)
         np.dot(now.jacobian_pos, self._qvel, out=now.ee_pos_vel)
         np.dot(now.jacobian_ori, self._qvel, out=now.ee_ori_vel)
-        mujoco.mj_fullM(self._model, now.inertia, self._qm)
+        np.take(self._qm, self._inertia_addresses, out=now.inertia, mode="clip")  # the mode without a buffer
         return now
 
     def _held_by(self, controller: Any) -> Measured:
-        """What ``controller`` measured last; only the arm's part of the large arrays is known, and read."""
+        """What ``controller`` measured last; only the arm's part of the Jacobians is known, and read."""
         held, arm = self._measured, self._arm
         held.jacobian_pos[:, arm], held.jacobian_ori[:, arm] = controller.J_pos, controller.J_ori
-        held.inertia[arm, arm] = controller.mass_matrix
+        held.inertia[:] = controller.mass_matrix
         small = Measured._fields[:6]
         return held._replace(**{name: getattr(controller, name) for name in small})
 
-    def torques(self, controller: Any, measured: Measured) -> np.ndarray:
-        """``OperationalSpaceController.run_controller``; float64 ``[7]``, N m, not clipped."""
-        force, torque, lambda_pos, lambda_ori, jacobian, null_torques = _operational_space(
+    def actuate(self, controller: Any, measured: Measured) -> None:
+        """``OperationalSpaceController.run_controller``, and its torques (N m) as the arm's controls."""
+        lambda_pos, lambda_ori = _operational_space(
             *measured,
             self._arm.start,
             controller.goal_pos,
@@ -159,37 +165,57 @@ class ControlLoop:
             controller.kp,
             controller.kd,
             controller.initial_joint,
+            self._force,
+            self._torque,
+            self._jacobian,
+            self._null_torques,
         )
         # These products are numpy's in robosuite too, and the BLAS of compiled code may round differently.
         wrench = self._wrench
-        np.dot(lambda_pos, force, out=wrench[:3])
-        np.dot(lambda_ori, torque, out=wrench[3:])
-        torques = np.dot(jacobian.T, wrench)
-        torques += self._arm_bias
-        torques += null_torques
-        return torques
+        np.dot(lambda_pos, self._force, out=wrench[:3])
+        np.dot(lambda_ori, self._torque, out=wrench[3:])
+        torques = np.dot(self._jacobian.T, wrench)
+        _write_clipped_sum(self._arm_ctrl, torques, self._arm_bias, self._null_torques, *self._torque_limits)
+
+
+@jit_decorator
+def _gripper_ramp(command, change):
+    """Commands ``[25,2]`` of a control step: ``PandaGripper.format_action`` at every physics step."""
+    commands = np.empty((SUBSTEPS, 2))
+    for substep in range(SUBSTEPS):
+        command = np.minimum(np.maximum(command + change, -1.0), 1.0)
+        commands[substep] = command
+    return commands
+
+
+@jit_decorator
+def _write_clipped_sum(out, a, b, c, low, high):
+    out[:] = np.minimum(np.maximum(a + b + c, low), high)
 
 
 @jit_decorator
 def _operational_space(
     ee_pos, ee_ori, ee_vel, ee_turn, joint_pos, joint_vel, jacobian_pos, jacobian_ori, inertia, arm,
-    goal_pos, goal_ori, kp, kd, initial_joint,
+    goal_pos, goal_ori, kp, kd, initial_joint, force, torque, jacobian, null_torques,
 ):  # fmt: skip
-    """Desired force and torque, their inertias, the arm's Jacobian ``[6,7]``, and torques that keep the posture."""
+    """Write force, torque, the arm's Jacobian ``[6,7]`` and torques that keep the posture into the last four arguments.
+
+    Returns:
+        The inertias that force and torque meet, float64 ``[3,3]``.
+    """
     joints = len(joint_pos)
     # Column by column, as robosuite's indexing leaves them: BLAS rounds differently for another memory layout.
-    arm_pos, arm_ori, jacobian = np.empty((joints, 3)).T, np.empty((joints, 3)).T, np.empty((joints, 6)).T
-    mass = np.empty((joints, joints)).T
+    arm_pos, arm_ori, mass = np.empty((joints, 3)).T, np.empty((joints, 3)).T, np.empty((joints, joints)).T
     arm_pos[:] = jacobian_pos[:, arm : arm + joints]
     arm_ori[:] = jacobian_ori[:, arm : arm + joints]
     jacobian[:3] = arm_pos
     jacobian[3:] = arm_ori
-    mass[:] = inertia[arm : arm + joints, arm : arm + joints]
-    force = (goal_pos - ee_pos) * kp[:3] + -ee_vel * kd[:3]
-    torque = orientation_error(goal_ori, ee_ori) * kp[3:] + -ee_turn * kd[3:]
+    mass[:] = inertia
+    force[:] = (goal_pos - ee_pos) * kp[:3] + -ee_vel * kd[:3]
+    torque[:] = orientation_error(goal_ori, ee_ori) * kp[3:] + -ee_turn * kd[3:]
     _, lambda_pos, lambda_ori, nullspace = opspace_matrices(mass, jacobian, arm_pos, arm_ori)
-    null_torques = nullspace_torques(mass, nullspace, initial_joint, joint_pos, joint_vel)
-    return force, torque, lambda_pos, lambda_ori, jacobian, null_torques
+    null_torques[:] = nullspace_torques(mass, nullspace, initial_joint, joint_pos, joint_vel)
+    return lambda_pos, lambda_ori
 
 
 def check_supported(env: Any) -> None:
