@@ -42,6 +42,14 @@ class FakeSim:
     def write_image(self, out) -> None:
         out[:] = int(abs(self.walk[0]) * 7) % 256
 
+    start_image = write_image
+
+    def advance_images(self) -> None:
+        pass
+
+    def finish_images(self) -> None:
+        pass
+
     def write_state(self, out) -> None:
         out[:4] = self.walk
         out[4:] = self.count

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-from typing import Any, Literal
+from collections import deque
+from typing import Any, Literal, NamedTuple
 
 import mujoco
 import numpy as np
@@ -33,6 +34,23 @@ POSES = ("geom_xpos", "geom_xmat", "site_xpos", "site_xmat", "cam_xpos", "cam_xm
 Resize = Literal["render256", "render224"]
 
 
+class Draw(NamedTuple):
+    """A camera's picture that is to be drawn."""
+
+    camera_id: int
+    poses: dict[str, np.ndarray]
+    alphas: np.ndarray  # of the visual sites
+    out: np.ndarray  # uint8 [3,224,224]
+
+
+def _flush() -> None:
+    """Let a GPU begin with what it was asked to draw, instead of when the picture is read."""
+    from OpenGL import GL  # here: a simulator without pictures needs no OpenGL
+
+    with contextlib.suppress(GL.GLError):  # flushing itself has no errors; one that shows here is an older one's
+        GL.glFlush()
+
+
 class LiberoSim:
     """A simulator that holds the model of one task at a time.
 
@@ -48,6 +66,7 @@ class LiberoSim:
         self._render_size = 256 if resize == "render256" else IMAGE_SIZE
         self._bddl_file: str | None = None
         self._wrapper: Any = None
+        self._draws: deque[Draw] = deque()  # the first is being drawn
 
     @staticmethod
     def check_gl() -> None:
@@ -104,7 +123,7 @@ class LiberoSim:
         quaternion = transforms.convert_quat(data.get_body_xquat(robot.robot_model.eef_name), to="xyzw")
         eef_pos, fingers = data.site_xpos[robot.eef_site_id], data.qpos[robot._ref_gripper_joint_pos_indexes]
         self._state = np.concatenate([eef_pos, transforms.quat2axisangle(quaternion), fingers])
-        self._poses = {name: getattr(data._data, name).copy() for name in POSES}
+        self._poses = self._copy_poses()
         self._alphas = self.env.sim.model.site_rgba[self._visual_sites, 3]
         self._picture_qpos = posed_qpos
 
@@ -112,6 +131,7 @@ class LiberoSim:
         """Drop the model and its OpenGL context."""
         if self._wrapper is None:
             return
+        self._draws.clear()
         self._wrapper.close()
         self._wrapper = self._bddl_file = None
         # Simulator and render context refer to each other. The old context must be gone before a new one is made: freed
@@ -176,25 +196,60 @@ class LiberoSim:
     # ---- pictures -----------------------------------------------------------------------------------------------
     def write_image(self, out: np.ndarray) -> None:
         """Render both cameras, rotated by 180 degrees, side by side into ``out`` uint8 ``[3,224,448]``."""
-        data, site_rgba = self.env.sim.data._data, self.env.sim.model.site_rgba
-        now = {name: getattr(data, name).copy() for name in POSES}
-        now_alphas = site_rgba[self._visual_sites, 3]
-        self._set_poses(self._poses)
-        site_rgba[self._visual_sites, 3] = self._alphas
-        self._draw(out)
+        self.start_image(out)
+        self.finish_images()
+
+    def start_image(self, out: np.ndarray) -> None:
+        """Have the last observation drawn into ``out`` while the simulation goes on.
+
+        A GPU that serves many processes lets each wait for its pictures longer than a control step takes. Call
+        :meth:`advance_images` after every control step, which is when a camera's picture is fetched and the next
+        camera's begun, and :meth:`finish_images` before ``out`` is read.
+        """
+        self.finish_images()
+        for index, camera_id in enumerate(self._camera_ids):
+            part = out[:, :, index * IMAGE_SIZE : (index + 1) * IMAGE_SIZE]
+            self._draws.append(Draw(camera_id, self._poses, self._alphas, part))
+        self._start_draw()
+
+    def advance_images(self) -> None:
+        """Fetch the camera picture that is being drawn, if one is, and begin the next."""
+        if self._draws:
+            self._finish_draw()
+            self._start_draw()
+
+    def finish_images(self) -> None:
+        """Wait for all pictures that were started."""
+        while self._draws:
+            self.advance_images()
+
+    def _start_draw(self) -> None:
+        """Begin the first of the draws."""
+        if not self._draws:
+            return
+        draw, context, size = self._draws[0], self.env.sim._render_context_offscreen, self._render_size
+        site_rgba = self.env.sim.model.site_rgba
+        now, now_alphas = self._copy_poses(), site_rgba[self._visual_sites, 3]
+        self._set_poses(draw.poses)
+        site_rgba[self._visual_sites, 3] = draw.alphas
+        context.render(size, size, camera_id=draw.camera_id)
         self._set_poses(now)
         site_rgba[self._visual_sites, 3] = now_alphas
+        _flush()
 
-    def _draw(self, out: np.ndarray) -> None:
-        context, size = self.env.sim._render_context_offscreen, self._render_size
-        for index, camera_id in enumerate(self._camera_ids):
-            context.render(size, size, camera_id=camera_id)
-            # OpenGL's rows run bottom-up; the data sets store them so, and the policies turn them by 180 degrees.
-            picture = context.read_pixels(size, size)[::-1, ::-1]
-            if size != IMAGE_SIZE:
-                resized = Image.fromarray(picture).resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR)
-                picture = np.asarray(resized)
-            out[:, :, index * IMAGE_SIZE : (index + 1) * IMAGE_SIZE] = picture.transpose(2, 0, 1)
+    def _finish_draw(self) -> None:
+        """Read what the first of the draws has drawn."""
+        draw, size = self._draws.popleft(), self._render_size
+        # OpenGL's rows run bottom-up; the data sets store them so, and the policies turn them by 180 degrees.
+        picture = self.env.sim._render_context_offscreen.read_pixels(size, size)[::-1, ::-1]
+        if size != IMAGE_SIZE:
+            resized = Image.fromarray(picture).resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR)
+            picture = np.asarray(resized)
+        draw.out[:] = picture.transpose(2, 0, 1)
+
+    def _copy_poses(self) -> dict[str, np.ndarray]:
+        data = self.env.sim.data._data
+        return {name: getattr(data, name).copy() for name in POSES}
 
     def _set_poses(self, poses: dict[str, np.ndarray]) -> None:
         for name, value in poses.items():
@@ -223,8 +278,8 @@ class LiberoSim:
             mujoco.mj_kinematics(model, data)
             mujoco.mj_comPos(model, data)  # cameras and lights may follow a centre of mass
             mujoco.mj_camlight(model, data)
-            model.site_rgba[self._visual_sites, 3] = row[stop : stop + len(self._visual_sites)]
-            self._draw(frame)
+            self._poses, self._alphas = self._copy_poses(), row[stop : stop + len(self._visual_sites)]
+            self.write_image(frame)
         return frames
 
     # ---- states -------------------------------------------------------------------------------------------------

@@ -104,10 +104,12 @@ class Worker:
             success = self.sim.step(action)
             executed += 1
             self.sim.write_sim_state(self._sim_states[executed])
+            self.sim.advance_images()
             if executed in self._offsets:
-                self.sim.write_image(self._frames[self._offsets.index(executed)])
+                self.sim.start_image(self._frames[self._offsets.index(executed)])
             if success:
                 break
+        self.sim.finish_images()
         self._sim_states[executed + 1 :] = self._sim_states[executed]
         reached = sum(offset <= executed for offset in self._offsets)
         self._frames[reached:] = 0
