@@ -78,7 +78,9 @@ def run_iteration(run: Run) -> dict[str, float]:
     if algo.mode != "video_only":
         with timeit("actor"):
             buffer = run.make_buffer(len(rollout))
-            buffer.extend(rollout)  # adds returns and advantages, drops groups that agree in success
+            # Adds returns and advantages, drops groups that agree in success. What the actor does not read, most of the
+            # bytes, is not copied.
+            buffer.extend(rollout.exclude(*(("next", key) for key in (schema.FUTURE_FRAMES, schema.SIM_STATES))))
             metrics |= run.group_metrics()
             if len(buffer):
                 if is_half(policy):

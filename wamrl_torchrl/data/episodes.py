@@ -33,6 +33,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from wamrl_torchrl import schema
+from wamrl_torchrl.data.rows import put, take, take_rows
 from wamrl_torchrl.tensor_files import read_safetensors
 
 STRIDE = schema.VIDEO_STRIDE
@@ -205,7 +206,7 @@ class EpisodeStore:
         chunk[..., :-1].masked_fill_(action_is_pad[..., None], 0)
         windows = TensorDict(
             {
-                "observation": {"image": flat.frames[first], "state": flat.states[first]},
+                "observation": {"image": take(flat.frames, first), "state": flat.states[first]},
                 schema.TASK_ID: flat.task_id[chosen],
                 "actions": chunk,
                 "action_is_pad": action_is_pad,
@@ -213,7 +214,7 @@ class EpisodeStore:
             batch_size=[batch_size],
         )
         if video:
-            windows.set("video", flat.frames[torch.minimum(frames, last_frame)])
+            windows.set("video", take(flat.frames, torch.minimum(frames, last_frame)))
             windows.set("image_is_pad", frames > last_frame)
         return windows
 
@@ -324,7 +325,8 @@ def _live_frames(rows: TensorDictBase, row: Tensor, offset: Tensor, offsets: tup
             "frame_offsets of the environment that was collected from"
         )
     frames = future.new_empty(len(row), *future.shape[2:])
-    frames[later], frames[~later] = future[row_later, column_later], rows.get(schema.IMAGE)[row[~later]]
+    put(frames, later.nonzero().squeeze(-1), take(future.flatten(0, 1), row_later * len(offsets) + column_later))
+    put(frames, (~later).nonzero().squeeze(-1), take(rows.get(schema.IMAGE), row[~later]))
     return frames
 
 
@@ -364,7 +366,7 @@ def episodes_from_rollout(
         raise ValueError(f"the rollout must have batch size [N], found {list(rollout.batch_size)}; reshape(-1) it")
     source = _LIVE if render is None else (_SIM_STATES,)
     rollout = rollout.select(*_ROLLOUT, *source).update(rollout.select(_SIM_STATES, strict=False)).cpu()
-    rows = rollout[rollout.get(schema.EPISODE_ID).squeeze(-1) != schema.PARKED]
+    rows = take_rows(rollout, rollout.get(schema.EPISODE_ID).squeeze(-1) != schema.PARKED)
     if len(rows) == 0:
         return []
     _check_rollout(rows)
@@ -374,7 +376,7 @@ def episodes_from_rollout(
     episode = torch.cat([done.new_zeros(1), done[:-1]]).cumsum(0)
     if only_success:
         kept = success[done][episode]
-        rows, done, success, episode = rows[kept], done[kept], success[kept], episode[kept]
+        rows, done, success, episode = take_rows(rows, kept), done[kept], success[kept], episode[kept]
         if len(rows) == 0:
             return []
     executed_mask = rows.get(("next", schema.EXECUTED_MASK))

@@ -17,6 +17,7 @@ from torchrl.data import Binary, Bounded, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from wamrl_torchrl import schema
+from wamrl_torchrl.data.rows import put
 
 
 class Outcome(NamedTuple):
@@ -307,12 +308,12 @@ class ChunkEnv(EnvBase):
             frames = outcome.future_frames
             if len(slots) < self.num_envs:
                 frames = torch.zeros((self.num_envs, *frames.shape[1:]), dtype=torch.uint8)
-                frames[slots] = outcome.future_frames
+                put(frames, slots, outcome.future_frames)
             out.set(schema.FUTURE_FRAMES, frames)
             out.set(schema.FUTURE_MASK, executed[:, None] >= self._offsets)
         if outcome.sim_states is not None:
             states = torch.zeros((self.num_envs, *outcome.sim_states.shape[1:]), dtype=torch.float64)
-            states[slots] = outcome.sim_states
+            put(states, slots, outcome.sim_states)
             out.set(schema.SIM_STATES, states)
         return out
 

@@ -11,6 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from wamrl_torchrl import schema
+from wamrl_torchrl.data.rows import take
 from wamrl_torchrl.envs.chunk import ChunkEnv, Outcome
 from wamrl_torchrl.envs.episodes import describe_episode
 from wamrl_torchrl.envs.libero_gl import check_gl, choose_devices, render_threads, worker_environment
@@ -283,12 +284,14 @@ class LiberoEnv(ChunkEnv):
             elif reply is not None:
                 executed[row], success[row] = reply
         self._has_episode[slots[lost]] = False
-        frames = self._frames[slots] if self.images else None
-        if frames is not None:
-            frames[lost] = 0  # a lost simulator may have left half a picture
+        frames = None
+        if self.images:
+            for slot in slots[lost].tolist():
+                self._frames[slot].zero_()  # a lost simulator may have left half a picture
+            frames = take(self._frames, slots)
         sim_states = None
         if self._sim_state_dim is not None:
-            sim_states = self._sim_states[slots]
+            sim_states = take(self._sim_states, slots)
             sim_states[lost] = 0.0
         return Outcome(executed, success, frames, sim_states, lost)
 

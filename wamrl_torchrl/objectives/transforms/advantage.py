@@ -10,6 +10,7 @@ from torch import Tensor
 from torchrl.envs import Transform
 
 from wamrl_torchrl import schema
+from wamrl_torchrl.data.rows import take_rows
 
 
 class GroupReport(NamedTuple):
@@ -95,7 +96,7 @@ class GroupAdvantage(Transform):
         # One row per episode: its last.
         last = torch.zeros(count, dtype=torch.int64)
         last[row_episode[done]] = done.nonzero().squeeze(-1)
-        summary = tensordict[last]
+        summary = tensordict.select(*schema.EPISODE_KEYS, ("next", schema.SUCCESS))[last]
         success = summary.get(("next", schema.SUCCESS)).squeeze(-1)
         returns = self._returns(tensordict, row_episode, success)
 
@@ -107,7 +108,7 @@ class GroupAdvantage(Transform):
             raise ValueError(f"groups {over} have more than group_size={self.group_size} episodes")
         complete = (size == self.group_size)[episode_group]
         waiting = ~complete[row_episode]
-        self._pending = tensordict[waiting] if bool(waiting.any()) else None
+        self._pending = take_rows(tensordict, waiting) if bool(waiting.any()) else None
 
         wins = torch.zeros(len(group), dtype=torch.int64).index_add_(0, episode_group, success.long())
         mixed = (wins > 0) & (wins < self.group_size)
@@ -118,7 +119,7 @@ class GroupAdvantage(Transform):
         tensordict = tensordict.set(schema.RETURN, returns[row_episode, None])
         tensordict = tensordict.set(schema.ADVANTAGE, advantages[row_episode, None])
         rows = kept[episode_group][row_episode]
-        return tensordict[rows] if bool(rows.any()) else None
+        return take_rows(tensordict, rows) if bool(rows.any()) else None
 
     def _returns(self, tensordict: TensorDictBase, row_episode: Tensor, success: Tensor) -> Tensor:
         returns = self.weight_task * success.float()
@@ -225,4 +226,4 @@ def _without_invalid(tensordict: TensorDictBase) -> TensorDictBase:
     row = torch.arange(len(tensordict))
     lost_at = torch.where(invalid.squeeze(-1), row, -1)
     last_lost = torch.full((len(episode),), -1).scatter_reduce(0, row_episode, lost_at, "amax")
-    return tensordict[row > last_lost[row_episode]]
+    return take_rows(tensordict, row > last_lost[row_episode])
