@@ -1,6 +1,6 @@
 """Kill and stop LIBERO simulators while episodes are collected, and compare with a run that is left alone.
 
-    python benchmarks/libero_kills.py [--kills 10] [--stops 5] [--envs 4]
+    python benchmarks/libero_kills.py --save   # 15 minutes on two slow cores
 
 Groups of episodes are collected with TorchRL's collector by a policy whose actions depend on episode and decision only.
 A thread kills (SIGKILL) and stops (SIGSTOP) random simulators meanwhile. Wanted: every group completes, with records
@@ -10,7 +10,6 @@ bit-equal to those of an undisturbed run, no call takes longer than its deadline
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -124,12 +123,15 @@ def differences(a: TensorDictBase, b: TensorDictBase) -> list[str]:
 
 def main() -> None:
     """Command line."""
+    from record import finish, processor  # here: a test imports this file from elsewhere
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--stops", type=int, default=5)
     parser.add_argument("--envs", type=int, default=4)
     parser.add_argument("--pause", type=float, default=12.0, help="mean seconds between two signals")
     parser.add_argument("--step-timeout", type=float, default=30.0)
+    parser.add_argument("--save", action="store_true", help="write results/libero_kills.json")
     options = parser.parse_args()
     console = Console()
     settings = {"max_episode_steps": 30, "settle_steps": 2, "background_reset": True, "max_failures": 50}
@@ -158,7 +160,7 @@ def main() -> None:
         "seconds_disturbed": round(seconds[1], 1),
     }
     console.print(metric_table("simulators killed and stopped during collection", figures))
-    print(json.dumps({"name": "libero_kills", "figures": figures}))
+    finish("libero_kills", figures, save=options.save, machine=processor())
 
 
 if __name__ == "__main__":

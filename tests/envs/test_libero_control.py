@@ -10,7 +10,7 @@ import pytest
 
 from tests.envs._libero import EPISODE
 from wamrl_torchrl.envs.libero_gl import worker_environment
-from wamrl_torchrl.envs.libero_suites import load_suite
+from wamrl_torchrl.envs.libero_suites import COMMANDS, load_suite
 
 pytestmark = pytest.mark.libero
 STEPS = 40
@@ -51,7 +51,7 @@ def reset(sim, suite: str) -> None:
 
 def run(sim, step) -> SimpleNamespace:
     """All actions by ``step``; what is left after each."""
-    width = 2 * (1 + sim.env.sim.model.nq + sim.env.sim.model.nv) + 2
+    width = 2 * (1 + sim.env.sim.model.nq + sim.env.sim.model.nv) + COMMANDS
     history = SimpleNamespace(sim_states=[], observations=[], poses=[], success=[], contacts=[])
     for action in actions():
         history.success.append(step(action))

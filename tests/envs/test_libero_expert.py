@@ -38,7 +38,7 @@ class TestDemonstrations:
             assert 40 < length <= 240
             assert demo["actions"].shape == demo["executed_actions"].shape == (length, 7)
             assert demo["states"].shape == (length + 1, 8)
-            assert demo["sim_states"].shape == (length + 1, 186)
+            assert demo["sim_states"].shape == (length + 1, 195)
             assert demo["states"].dtype == demo["actions"].dtype == torch.float32
             assert [demo[key].tolist() for key in schema.EPISODE_KEYS[:3]] == row[:3, None].tolist()
             assert "frames" not in demo

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.libero
 #: Put the bowl on the stove.
 TASK, SEED = 1, 11
 #: Columns of libero_goal's rows: knob of the stove in qpos and qvel, and alpha of its burner in the picture.
-KNOB, KNOB_SPEED, BURNER, WIDTH = 1 + 40, 1 + 41 + 36, 79 + 2 + 41, 2 * 79 + 2
+KNOB, KNOB_SPEED, BURNER, WIDTH = 1 + 40, 1 + 41 + 36, 79 + 11 + 41, 2 * 79 + 11
 PLAIN, TURNING = (TASK, 3, SEED), (TASK, 50, SEED + 1)
 OPTIONS = {"task_ids": [TASK], "replan_steps": 3, "max_episode_steps": 6, "settle_steps": 1}
 

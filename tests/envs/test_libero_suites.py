@@ -18,11 +18,11 @@ class TestStandardSuites:
     @pytest.mark.parametrize(
         ("suite", "tasks", "width", "horizon"),
         [
-            ("libero_spatial", 10, 186, 240),
-            ("libero_object", 10, 222, 280),
-            ("libero_goal", 10, 160, 320),
-            ("libero_10", 10, 248, 520),
-            ("libero_90", 90, 248, 520),
+            ("libero_spatial", 10, 195, 240),
+            ("libero_object", 10, 231, 280),
+            ("libero_goal", 10, 169, 320),
+            ("libero_10", 10, 257, 520),
+            ("libero_90", 90, 257, 520),
         ],
     )
     def test_contents(self, suite, tasks, width, horizon):

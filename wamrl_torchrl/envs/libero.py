@@ -67,8 +67,8 @@ class LiberoEnv(ChunkEnv):
         start_states: for a task id, further states to start from, float64 ``[M,n]``: rows of ``sim_states`` as this
             environment returns them, or flattened MuJoCo states (time, qpos, qvel). No settling takes place.
         sim_states: return ``sim_states`` float64 ``[N,replan_steps+1,D]``: before the chunk and after every executed
-            action, the last one repeated. A row holds time, qpos, qvel, gripper command 2; then what the picture shows,
-            a physics step or two earlier, for :meth:`render`: qpos, alphas of the visual sites; then zeros.
+            action, the last one repeated. A row holds time, qpos, qvel; gripper command 2, orientation aimed at 9; what
+            the picture shows, a physics step or two earlier, for :meth:`render`: qpos, alphas of visual sites; zeros.
         background_reset: a slot that is reset does not hold up those that run; see :class:`ChunkEnv`.
         render_devices: with a GPU, the EGL numbers of those to render on, dealt to the slots in turn; by default the
             first one that is visible (see :func:`~wamrl_torchrl.envs.libero_gl.choose_devices`).

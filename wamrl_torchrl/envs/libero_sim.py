@@ -23,6 +23,7 @@ from robosuite.utils.errors import RandomizationError
 
 from wamrl_torchrl.envs.libero_control import ControlLoop, Physics
 from wamrl_torchrl.envs.libero_install import simulator_class
+from wamrl_torchrl.envs.libero_suites import COMMANDS
 
 ControlEnv = simulator_class()
 CAMERAS = ("agentview", "robot0_eye_in_hand")
@@ -144,7 +145,7 @@ class LiberoSim:
         Args:
             bddl_file: the task.
             env_seed: draws the poses of the fixtures, which ``state`` does not hold.
-            state: float64 ``[n]`` (time, qpos, qvel), optionally followed by the gripper command (2) and padding.
+            state: float64 ``[n]`` (time, qpos, qvel), optionally followed by what else :meth:`write_sim_state` wrote.
             settle_steps: no-op actions before the episode.
             resume: ``state`` is from the middle of an episode.
         """
@@ -153,14 +154,18 @@ class LiberoSim:
         self._place_objects()
         sim, n = self.env.sim, self._flat_size
         # The ramp of the gripper is not part of MuJoCo's state; an init state starts it in the middle.
-        command = state[n : n + 2].copy() if len(state) >= n + 2 else np.zeros(2)
-        self.env.robots[0].gripper.current_action = command
+        commands = np.zeros(COMMANDS)
+        commands[: len(state) - n] = state[n : n + COMMANDS]
+        self.env.robots[0].gripper.current_action = commands[:2]
         sim.set_state_from_flattened(state[:n])
         sim.forward()
         if resume:
             # The controller still believes the arm where the reset put it, and would jerk it back there. Init states
             # are close to that pose, and robosuite does not care.
-            self.env.robots[0].controller.update(force=True)
+            controller, goal_ori = self.env.robots[0].controller, commands[2:].reshape(3, 3)
+            controller.update(force=True)
+            # An action that does not turn the hand keeps the orientation that the last one aimed at.
+            controller.goal_ori = goal_ori if goal_ori.any() else controller.ee_ori_mat.copy()
         self.env._check_success()
         self.env._post_process()
         self._take_snapshot(sim.data.qpos.copy())
@@ -270,7 +275,7 @@ class LiberoSim:
         self.env.seed(env_seed)
         self._place_objects()
         model, data = self.env.sim.model._model, self.env.sim.data._data
-        start = self._flat_size + 2
+        start = self._flat_size + COMMANDS
         stop = start + model.nq
         frames = np.empty((len(sim_states), 3, IMAGE_SIZE, 2 * IMAGE_SIZE), dtype=np.uint8)
         for row, frame in zip(sim_states, frames, strict=True):
@@ -290,13 +295,13 @@ class LiberoSim:
     def write_sim_state(self, out: np.ndarray) -> None:
         """Write a stored state into ``out`` float64 ``[D]``.
 
-        It holds time, qpos and qvel, the gripper command (2), and what the picture shows: qpos at its moment, a physics
-        step or two earlier, and the alphas of the visual sites. Zeros follow.
+        It holds time, qpos and qvel; what the robot was last told, the gripper command (2) and the orientation of the
+        hand that the controller aims at (9); and what the picture shows, qpos at its moment, a physics step or two
+        earlier, and the alphas of the visual sites. Zeros follow.
         """
-        n, nq = self._flat_size, len(self._picture_qpos)
+        n, robot = self._flat_size, self.env.robots[0]
         out[:n] = self.env.sim.get_state().flatten()
-        out[n : n + 2] = self.env.robots[0].gripper.current_action
-        out[n + 2 : n + 2 + nq] = self._picture_qpos
-        end = n + 2 + nq + len(self._alphas)
-        out[n + 2 + nq : end] = self._alphas
-        out[end:] = 0.0
+        out[n : n + 2], out[n + 2 : n + COMMANDS] = robot.gripper.current_action, robot.controller.goal_ori.ravel()
+        pictured = np.concatenate((self._picture_qpos, self._alphas))
+        out[n + COMMANDS : n + COMMANDS + len(pictured)] = pictured
+        out[n + COMMANDS + len(pictured) :] = 0.0

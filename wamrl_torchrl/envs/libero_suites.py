@@ -25,6 +25,9 @@ from wamrl_torchrl.envs.libero_tasks import (
 )
 from wamrl_torchrl.messages import first_few
 
+#: Width of what the robot was last told in a stored simulator state: gripper command, orientation of the hand.
+COMMANDS = 2 + 9
+
 #: Default ``max_episode_steps`` of each standard suite. The longest demonstrations take 193, 254, 270, 505 and 373
 #: steps (hence the limits 220, 280, 300, 520 and 400 of the OpenVLA protocol). All are multiples of 40, so that the
 #: limit cuts no chunk of 8, 10 or 20 actions short.
@@ -56,11 +59,11 @@ class LiberoSuite:
 
     @property
     def sim_state_dim(self) -> int:
-        """Width D of a stored simulator state: the widest task's state, the gripper command (2), the pictured state.
+        """Width D of a stored simulator state: the widest task's state, the robot's commands, the pictured state.
 
         The latter is no wider than the state: it has a qpos, and site alphas in the place of time and qvel.
         """
-        return 2 * max(states.shape[1] for states in self.init_states) + 2
+        return 2 * max(states.shape[1] for states in self.init_states) + COMMANDS
 
 
 def base_suite(name: str) -> str | None:
