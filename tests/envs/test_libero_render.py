@@ -83,7 +83,7 @@ class TestRender:
     def test_picture_is_behind_the_state(self, rollout):
         """By a physics step or two; but at the start, which is placed and not stepped to, they agree."""
         states = live(rollout, 1)[1]
-        gap = (states[:, 1 : 1 + 41] - states[:, 81 : 81 + 41]).abs().amax(-1)
+        gap = (states[:, 1 : 1 + 41] - states[:, 90 : 90 + 41]).abs().amax(-1)
         assert gap[0] == 0
         assert (gap[1:] > 0).all()
         assert (states[:, BURNER + 1 :] == 0).all()
@@ -92,11 +92,11 @@ class TestRender:
         ("changes", "message"),
         [
             (
-                {"sim_states": torch.zeros(2, 81, dtype=torch.float64)},
-                r"episode 0 must be float64 \[T,160\].*\[2, 81\]",
+                {"sim_states": torch.zeros(2, 90, dtype=torch.float64)},
+                r"episode 0 must be float64 \[T,169\].*\[2, 90\]",
             ),
-            ({"sim_states": torch.zeros(2, WIDTH)}, r"must be float64 \[T,160\].*found torch.float32"),
-            ({"sim_states": torch.zeros(0, WIDTH, dtype=torch.float64)}, r"found torch.float64 \[0, 160\]"),
+            ({"sim_states": torch.zeros(2, WIDTH)}, r"must be float64 \[T,169\].*found torch.float32"),
+            ({"sim_states": torch.zeros(0, WIDTH, dtype=torch.float64)}, r"found torch.float64 \[0, 169\]"),
             ({"task_id": torch.tensor([10])}, "task_id 10 is out of range"),
             ({"env_seed": torch.tensor([-1])}, "env_seed -1 is out of range"),
         ],
