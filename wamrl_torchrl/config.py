@@ -63,6 +63,9 @@ class DemoConfig:
     episodes_per_task: int = 12
     noise: float = 0.2  # largest action noise of an episode
     grasp_variation: float = 1.0  # size of the random variation of grasp and approach (LIBERO)
+    grasp_offset: list[float] = field(
+        default_factory=lambda: [0.0, 0.0]
+    )  # a flaw: x and y off the centre, m (tabletop)
 
 
 @dataclass
@@ -218,6 +221,11 @@ def _check(config: RunConfig) -> None:
             raise ValueError(f"{name} must be one of {known}, got {value!r}")
     if algo.group_size < 2:
         raise ValueError(f"algo.group_size must be at least 2 (an advantage compares episodes), got {algo.group_size}")
+    if env.name == "libero" and any(config.demos.grasp_offset):
+        raise ValueError(
+            f"demos.grasp_offset={list(config.demos.grasp_offset)} is for env.name=tabletop: LIBERO's expert chooses its "
+            f"grasps by clearance and varies them by demos.grasp_variation"
+        )
     _check_task_weights(algo)
     idm, share = config.model.action_mode == "idm", config.pretrain.action_idm_prob
     if config.model.policy is None and share == (0 if idm else 1):

@@ -66,6 +66,8 @@ def make_demonstrations(env: LiberoEnv | TableTopEnv, config: RunConfig, console
     options: dict[str, Any] = {"noise": config.demos.noise, "seed": config.seed}
     if isinstance(env, LiberoEnv):
         options["grasp_variation"] = config.demos.grasp_variation
+    else:
+        options["grasp_offset"] = config.demos.grasp_offset
     found: dict[int, TensorDict] = {}
     with progress_bar(console, "demonstrations", len(episodes)) as advance:
         for row, demonstration in env.iter_demonstrations(episodes, **options):

@@ -30,6 +30,23 @@ class TestExpert:
         demos = TableTopEnv(1).demonstrate(episodes_of(300), noise=noise, render=False)
         assert sum(demo["success"].item() for demo in demos) >= rate * len(demos)
 
+    @pytest.mark.parametrize("offset", [(0.016, 0.0), (-0.01, 0.016)])
+    def test_flawed_grasps_are_where_they_were_asked_for(self, offset):
+        demos = TableTopEnv(1).demonstrate(episodes_of(100), grasp_offset=offset, render=False)
+        assert all(demo["success"].item() for demo in demos)
+        states = torch.cat([demo["sim_states"] for demo in demos])
+        held = states[states[:, world.HELD] >= 0]
+        items = held[:, world.OBJECT_POSITIONS].unflatten(-1, (-1, 3))[
+            torch.arange(len(held)), held[:, world.HELD].long()
+        ]
+        gap = (held[:, world.POSITION] - items)[:, :2] - torch.tensor(offset, dtype=torch.float64)
+        assert gap.abs().max() < 0.0041
+
+    @pytest.mark.parametrize("offset", [(0.017, 0.0), (0.0,), (0.0, -0.02)])
+    def test_refuses_grasps_that_hold_nothing(self, offset):
+        with pytest.raises(ValueError, match=r"grasp_offset must be x and y \(m\) of at most \[0.016, 0.016\]"):
+            TableTopEnv(1).demonstrate(episodes_of(2), grasp_offset=offset, render=False)
+
     def test_lets_go_of_a_wrong_object(self):
         state, task = close_gripper(above_object(1)), torch.tensor([0])
         demo = demonstrate(

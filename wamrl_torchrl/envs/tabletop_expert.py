@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -18,28 +20,32 @@ NOISE_MEMORY = 0.8  # correlation of the noise between two actions
 NOISE_AT_CONTACT = 0.3  # factor on the noise near the object and near the goal, where it would only spoil the demo
 
 
-def _aim(states: Tensor, task_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _aim(states: Tensor, task_ids: Tensor, grasp_offset: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
     """Where the tip should come to act, float64 [M,3]; its horizontal error, [M]; does it hold the object, bool [M]."""
     tip, item = states[:, world.POSITION], world.target_object(states, task_ids)
     goal = torch.nn.functional.pad(world.target_goal(states, task_ids), (0, 1), value=world.OBJECT_HALF)
     holds = states[:, world.HELD] == (task_ids // len(world.GOALS)).double()
     # A held object hangs off-centre in the grip by up to the grasp tolerance: the object is what must reach the goal.
-    aim = torch.where(holds[:, None], tip + goal - item, item)
+    grasp = item + torch.tensor([*grasp_offset, 0.0], dtype=item.dtype)
+    aim = torch.where(holds[:, None], tip + goal - item, grasp)
     return aim, (aim - tip)[:, :2].abs().amax(-1), holds
 
 
-def expert_action(states: Tensor, task_ids: Tensor) -> Tensor:
+def expert_action(states: Tensor, task_ids: Tensor, *, grasp_offset: Sequence[float] = (0.0, 0.0)) -> Tensor:
     """The expert's action, a function of the present state alone, so that it recovers from any error.
 
     Args:
         states: float64 [M, STATE_DIM].
         task_ids: int64 [M].
 
+    Keyword Args:
+        grasp_offset: where it grasps, x and y from the object's centre (m).
+
     Returns:
         Float32 [M,7]: over the object, down, close, up, over the goal, down, open.
     """
     tip = states[:, world.POSITION]
-    aim, error, holds = _aim(states, task_ids)
+    aim, error, holds = _aim(states, task_ids, grasp_offset)
     below = aim[:, 2] - tip[:, 2]
     delta = aim - tip
     delta[:, 2] = torch.where(error <= NEAR, below, HOVER - tip[:, 2])
@@ -66,6 +72,7 @@ def demonstrate(
     max_episode_steps: int,
     image_size: tuple[int, int],
     noise: float = 0.0,
+    grasp_offset: Sequence[float] = (0.0, 0.0),
     seed: int = 0,
     frame_stride: int = 4,
     render_frames: bool = True,
@@ -80,6 +87,8 @@ def demonstrate(
         max_episode_steps: horizon in actions.
         image_size: height and width of the frames.
         noise: standard deviation of the noise added to the executed position deltas, in units of an action.
+        grasp_offset: where the expert grasps, x and y from the object's centre (m). Near the tolerance it still succeeds,
+            but whoever imitates it with an error does not: demonstrations with a flaw that reinforcement can correct.
         seed: of the noise; an episode's noise depends on it and on the episode's five ids alone.
         frame_stride: actions between two frames.
         render_frames: leave ``frames`` out when false.
@@ -95,6 +104,11 @@ def demonstrate(
     """
     if noise < 0:
         raise ValueError(f"noise must not be negative, got {noise}")
+    reach = [tolerance - ALIGNED for tolerance in world.GRASP_TOLERANCE[:2]]
+    if len(grasp_offset) != 2 or any(abs(part) > most for part, most in zip(grasp_offset, reach, strict=True)):
+        raise ValueError(
+            f"grasp_offset must be x and y (m) of at most {reach}, or nothing is grasped: got {grasp_offset}"
+        )
     if frame_stride < 1:
         raise ValueError(f"frame_stride must be at least 1, got {frame_stride}")
     count, task_ids = len(episodes), episodes[:, 0]
@@ -104,11 +118,11 @@ def demonstrate(
     keys = [column[:, None] for column in episodes.unbind(-1)]
     trail, chosen, executed = [state], [], []
     for step in range(max_episode_steps):
-        action = expert_action(state, task_ids)
+        action = expert_action(state, task_ids, grasp_offset=grasp_offset)
         # Uniform innovations whose stationary standard deviation is `noise`.
         pulse = 2 * world.uniform_hash(torch.tensor(seed), *keys, torch.arange(3 * step, 3 * step + 3)) - 1
         drift = NOISE_MEMORY * drift + (3 * (1 - NOISE_MEMORY**2)) ** 0.5 * noise * pulse
-        near = _aim(state, task_ids)[1][:, None] <= NEAR
+        near = _aim(state, task_ids, grasp_offset)[1][:, None] <= NEAR
         taken = action.clone()
         taken[:, :3] = (action[:, :3] + torch.where(near, NOISE_AT_CONTACT * drift, drift).float()).clamp(-1.0, 1.0)
         state = torch.where(success[:, None], state, world.advance(state, taken))
