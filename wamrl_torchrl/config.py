@@ -17,6 +17,7 @@ from wamrl_torchrl.schema import PLAIN_INIT_STATES, VIDEO_STRIDE
 
 # Hydra composes the files of CONFIG_DIR onto these types, so it refuses unknown keys and wrong types by name.
 CONFIG_DIR = str(Path(__file__).parent / "configs")
+ACTOR_LOSSES = ("flow_ppo", "weighted_flow", "nft", "self_imitation")
 
 
 @dataclass
@@ -94,6 +95,15 @@ class CurriculumConfig:
 
 
 @dataclass
+class SelfImitationConfig:
+    """Imitating the newest successful episodes, beside the actor loss or as algo.actor_loss=self_imitation."""
+
+    weight: float = 0.0  # of its loss beside the actor loss; 0 for none
+    capacity: int = 4096  # decisions kept, in memory and in checkpoints
+    batch_size: int = 64  # decisions per step
+
+
+@dataclass
 class AlgoConfig:
     """The iteration: groups, actor update, video update."""
 
@@ -112,12 +122,25 @@ class AlgoConfig:
     task_weight_list: list[float] | None = None  # one for each of the run's tasks, taken as they are
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     # actor
+    actor_loss: str = "flow_ppo"  # or weighted_flow, nft, self_imitation
     epochs: int = 1
     minibatch_size: int = 64
     actor_lr: float = 1e-4
+    kl_target: float | None = None  # halve or double the rate after an update whose KL is twice or half as large
+    lr_range: list[float] = field(default_factory=lambda: [1e-7, 1e-2])  # within these bounds
     clip_epsilon: list[float] = field(default_factory=lambda: [0.2, 0.28])
     dual_clip: float | None = 3.0
     normalize_steps: bool = True
+    rows: str = "executed"  # actions in the ratio; or prefix, all
+    row_reduction: str = "sum"  # over them; or mean, token
+    step_loss_weights: list[float] | None = None  # one per sampling step; equal ones if null
+    anchor: str = "none"  # hold the actor near its start by velocity (mean squared change) or analytic (KL), flow_ppo
+    anchor_weight: float = 0.01
+    weighting: str = "positive"  # of weighted_flow: max(A, 0); or exponential, exp(A / temperature)
+    temperature: float = 0.5
+    nft_beta: float = 1.0  # distance of the implicit policies of nft
+    self_imitation: SelfImitationConfig = field(default_factory=SelfImitationConfig)
+    shuffle_advantages: bool = False  # a control: nothing can be learned from permuted advantages
     target_kl: float | None = 0.1  # end the actor update when an epoch's KL passes this
     grad_clip: float = 1.0
     # reconstruction reward
@@ -212,6 +235,11 @@ def _check(config: RunConfig) -> None:
         "model.action_mode": (config.model.action_mode, ACTION_MODES),
         "algo.video_frames": (algo.video_frames, ("live", "rendered")),
         "algo.imagination": (algo.imagination, ("frozen", "live")),
+        "algo.actor_loss": (algo.actor_loss, ACTOR_LOSSES),
+        "algo.rows": (algo.rows, ("executed", "prefix", "all")),
+        "algo.row_reduction": (algo.row_reduction, ("sum", "mean", "token")),
+        "algo.anchor": (algo.anchor, ("none", "velocity", "analytic")),
+        "algo.weighting": (algo.weighting, ("positive", "exponential")),
         "algo.task_weights": (algo.task_weights, ("mixed", "failure", "uniform", "list")),
         "collector.topology": (config.collector.topology, ("direct", "multi_async")),
         "evaluation.protocol": (config.evaluation.protocol, ("held_out", "standard")),
@@ -223,10 +251,11 @@ def _check(config: RunConfig) -> None:
         raise ValueError(f"algo.group_size must be at least 2 (an advantage compares episodes), got {algo.group_size}")
     if env.name == "libero" and any(config.demos.grasp_offset):
         raise ValueError(
-            f"demos.grasp_offset={list(config.demos.grasp_offset)} is for env.name=tabletop: LIBERO's expert chooses its "
-            f"grasps by clearance and varies them by demos.grasp_variation"
+            f"demos.grasp_offset={list(config.demos.grasp_offset)} is for env.name=tabletop: LIBERO's expert "
+            f"chooses its grasps by clearance and varies them by demos.grasp_variation"
         )
     _check_task_weights(algo)
+    _check_actor(config)
     idm, share = config.model.action_mode == "idm", config.pretrain.action_idm_prob
     if config.model.policy is None and share == (0 if idm else 1):
         raise ValueError(
@@ -242,6 +271,8 @@ def _check(config: RunConfig) -> None:
         "algo.groups_per_iteration": algo.groups_per_iteration,
         "algo.epochs": algo.epochs,
         "algo.minibatch_size": algo.minibatch_size,
+        "algo.self_imitation.capacity": algo.self_imitation.capacity,
+        "algo.self_imitation.batch_size": algo.self_imitation.batch_size,
         "algo.video_every": algo.video_every,
         "collector.num_workers": config.collector.num_workers,
         "pretrain.steps": config.pretrain.steps,
@@ -318,6 +349,32 @@ def _check_frames(config: RunConfig) -> None:
         raise ValueError(
             f"env.replan_steps must be a multiple of {VIDEO_STRIDE} while the video expert is trained on live frames "
             f"(it sees every {VIDEO_STRIDE}th), got {env.replan_steps}; use {others} for other values"
+        )
+
+
+def _check_actor(config: RunConfig) -> None:
+    algo = config.algo
+    if algo.anchor != "none" and algo.actor_loss != "flow_ppo":
+        raise ValueError(
+            f"algo.anchor={algo.anchor} is part of algo.actor_loss=flow_ppo, got {algo.actor_loss}: set it to none"
+        )
+    for name, number in (("temperature", algo.temperature), ("nft_beta", algo.nft_beta)):
+        if not number > 0:
+            raise ValueError(f"algo.{name} must be positive, got {number}")
+    for name, number in (("anchor_weight", algo.anchor_weight), ("self_imitation.weight", algo.self_imitation.weight)):
+        if not number >= 0:
+            raise ValueError(f"algo.{name} must not be negative, got {number}")
+    if algo.kl_target is not None and not algo.kl_target > 0:
+        raise ValueError(f"algo.kl_target must be positive, or null to keep the rate, got {algo.kl_target}")
+    if len(algo.lr_range) != 2 or not 0 < algo.lr_range[0] <= algo.lr_range[1]:
+        raise ValueError(f"algo.lr_range must be [lowest, highest], both positive, got {list(algo.lr_range)}")
+    if algo.kl_target is not None and not algo.lr_range[0] <= algo.actor_lr <= algo.lr_range[1]:
+        raise ValueError(f"algo.actor_lr={algo.actor_lr:g} lies outside algo.lr_range={list(algo.lr_range)}")
+    weights, steps = algo.step_loss_weights, config.sde.num_steps
+    if weights is not None and (len(weights) != steps or min(weights) < 0 or not sum(weights) > 0):
+        raise ValueError(
+            f"algo.step_loss_weights must be sde.num_steps={steps} numbers that are not negative nor all 0, got "
+            f"{list(weights)}"
         )
 
 

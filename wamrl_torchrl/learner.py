@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -17,12 +18,16 @@ from wamrl_torchrl.config import AlgoConfig
 from wamrl_torchrl.data.episodes import EpisodeStore
 from wamrl_torchrl.modules.fastwam.model import FastWAM
 from wamrl_torchrl.modules.policy import FlowPolicy
+from wamrl_torchrl.modules.reference import ReferenceActor
 from wamrl_torchrl.modules.trainable import actor_parameters, video_parameters
-from wamrl_torchrl.objectives import FeatureKLLoss, FlowPPOLoss, VideoSFTLoss
+from wamrl_torchrl.objectives import FeatureKLLoss, FlowNFTLoss, FlowPPOLoss, VideoSFTLoss, WeightedFlowLoss
+from wamrl_torchrl.objectives.common import ActorLoss
+from wamrl_torchrl.policy_change import PolicyChange
+from wamrl_torchrl.self_imitation import SuccessReplay
 
 
 class RunningMean:
-    """Means of scalars over an update; values stay on the device until they are read."""
+    """Means of scalars and of vectors' entries over an update; values stay on the device until they are read."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[Tensor]] = defaultdict(list)
@@ -33,12 +38,40 @@ class RunningMean:
             self._values[name].append(value.detach())
 
     def read(self, prefix: str) -> dict[str, float]:
-        """Means by ``prefix/name``."""
-        return {f"{prefix}/{name}": float(torch.stack(values).mean()) for name, values in self._values.items()}
+        """Means by ``prefix/name``, or ``prefix/name_k`` for entry k of a vector; entries that are NaN do not count."""
+        means = {}
+        for name, values in self._values.items():
+            if values[0].ndim == 0:
+                means[f"{prefix}/{name}"] = float(torch.stack(values).mean())
+                continue
+            entries = torch.stack(values).nanmean(0).tolist()
+            means |= {f"{prefix}/{name}_{k}": value for k, value in enumerate(entries) if not math.isnan(value)}
+        return means
+
+
+def make_actor_loss(policy: FlowPolicy, config: AlgoConfig, parameters: list[nn.Parameter]) -> ActorLoss:
+    """The loss that ``algo.actor_loss`` names; an anchor holds to the values that ``parameters`` have now."""
+    if config.actor_loss == "nft":
+        return FlowNFTLoss(policy, beta=config.nft_beta)
+    if config.actor_loss in ("weighted_flow", "self_imitation"):
+        return WeightedFlowLoss(policy, weighting=config.weighting, temperature=config.temperature)  # type: ignore[arg-type]
+    low, high = config.clip_epsilon
+    return FlowPPOLoss(
+        policy,
+        clip_epsilon=(low, high),
+        dual_clip=config.dual_clip,
+        normalize_steps=config.normalize_steps,
+        rows=config.rows,  # type: ignore[arg-type]
+        row_reduction=config.row_reduction,  # type: ignore[arg-type]
+        step_loss_weights=config.step_loss_weights,
+        anchor=config.anchor,  # type: ignore[arg-type]
+        anchor_weight=config.anchor_weight,
+        reference=None if config.anchor == "none" else ReferenceActor(parameters),
+    )
 
 
 class ActorUpdate:
-    """Flow-PPO epochs over the records of an iteration; trains the action expert.
+    """Epochs of an actor loss over the records of an iteration; trains the action expert.
 
     Args:
         policy: the policy.
@@ -46,39 +79,77 @@ class ActorUpdate:
     """
 
     def __init__(self, policy: FlowPolicy, config: AlgoConfig) -> None:
-        low, high = config.clip_epsilon
         self.config = config
         self.policy = policy
         self.learning_rate = config.actor_lr
-        self.loss = FlowPPOLoss(
-            policy,
-            clip_epsilon=(low, high),
-            dual_clip=config.dual_clip,
-            normalize_steps=config.normalize_steps,
-        ).to(policy.device)
         self.parameters = actor_parameters(policy.model)
+        self.loss = make_actor_loss(policy, config, self.parameters).to(policy.device)
+        self.imitation = WeightedFlowLoss(policy).to(policy.device)
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.actor_lr, betas=(0.9, 0.95), weight_decay=0.0)
 
-    def __call__(self, buffer: ReplayBuffer) -> dict[str, float]:
-        """Run the epochs; ends early once the mean KL of an epoch passes ``target_kl``. Returns means for the log."""
-        means, steps = RunningMean(), 0
-        for _ in range(self.config.epochs):
+    @property
+    def imitates(self) -> bool:
+        """Whether successful episodes are kept and imitated."""
+        return self.config.actor_loss == "self_imitation" or self.config.self_imitation.weight > 0
+
+    def __call__(self, buffer: ReplayBuffer, replay: SuccessReplay | None = None) -> dict[str, float]:
+        """Run the epochs; ends early once the KL passes ``target_kl``. Returns means for the log.
+
+        Args:
+            buffer: the iteration's records with advantages; with ``self_imitation`` only the policy's change is
+                measured on them.
+            replay: what is imitated, if the options ask for it.
+        """
+        config, means, steps = self.config, RunningMean(), 0
+        change = PolicyChange(self.policy, buffer.storage[: len(buffer)])
+        for _ in range(config.epochs):
             epoch_kl = []
-            for batch in buffer:
-                batch = batch.to(self.policy.device)
-                if is_half(self.policy):
-                    batch = fill_batch(batch, self.config.minibatch_size)
-                out = self.loss(batch)
+            for batch in self._batches(buffer, replay):
+                out = self._losses(batch, replay)
                 self.optimizer.zero_grad(set_to_none=True)
-                out["loss_objective"].backward()
-                norm = clip_grad_norm_(self.parameters, self.config.grad_clip)
+                sum(value for name, value in out.items() if name.startswith("loss_")).backward()
+                norm = clip_grad_norm_(self.parameters, config.grad_clip)
                 self.optimizer.step()
                 means.add(out.set("grad_norm", norm))
-                epoch_kl.append(out["kl_approx"])
+                epoch_kl += [out["kl_approx"]] if "kl_approx" in self.loss.out_keys else []
                 steps += 1
-            if self.config.target_kl is not None and float(torch.stack(epoch_kl).mean()) > self.config.target_kl:
-                break
-        return {**means.read("actor"), "actor/steps": float(steps)}
+            if config.target_kl is not None:
+                kl = float(torch.stack(epoch_kl).mean()) if epoch_kl else change.read()["kl"]
+                if kl > config.target_kl:
+                    break
+        moved = change.read()
+        self._adapt_rate(moved["kl"])
+        metrics = {f"actor/{name}": value for name, value in moved.items()}
+        rate = self.optimizer.param_groups[0]["lr"]
+        return {**means.read("actor"), **metrics, "actor/steps": float(steps), "actor/lr": rate}
+
+    def _batches(self, buffer: ReplayBuffer, replay: SuccessReplay | None) -> Iterator[TensorDictBase]:
+        """An epoch: all records of the iteration once, or as many as are kept of those to imitate."""
+        if self.config.actor_loss == "self_imitation":
+            assert replay is not None
+            for _ in range(math.ceil(len(replay) / self.config.self_imitation.batch_size)):
+                yield replay.sample().to(self.policy.device)
+            return
+        for batch in buffer:
+            batch = batch.to(self.policy.device)
+            yield fill_batch(batch, self.config.minibatch_size) if is_half(self.policy) else batch
+
+    def _losses(self, batch: TensorDictBase, replay: SuccessReplay | None) -> TensorDictBase:
+        """Terms ``loss_*`` of a step, to be summed, and diagnostics."""
+        out, weight = self.loss(batch), self.config.self_imitation.weight
+        if weight and replay is not None and len(replay) and self.config.actor_loss != "self_imitation":
+            imitated = self.imitation(replay.sample().to(self.policy.device))
+            out.set("loss_imitation", weight * imitated["loss_objective"])
+        return out
+
+    def _adapt_rate(self, kl: float) -> None:
+        """Halve or double the rate if the update moved the policy twice or half as far as ``kl_target``."""
+        target, (low, high) = self.config.kl_target, self.config.lr_range
+        if target is None:
+            return
+        factor = 0.5 if kl > 2 * target else 2.0 if kl < target / 2 else 1.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = min(max(group["lr"] * factor, low), high)
 
 
 class VideoUpdate:
@@ -175,6 +246,14 @@ def recompute_log_probs(policy: FlowPolicy, records: TensorDictBase, *, batch_si
     log_prob_rows = torch.cat(own).to(records.get(schema.LOG_PROB_ROWS).device)
     records.set_(schema.LOG_PROB_ROWS, log_prob_rows)
     records.set_(schema.LOG_PROB, log_prob_rows[..., : policy.executed_rows].sum(-1))
+
+
+def shuffle_advantages(records: TensorDictBase) -> None:
+    """Exchange the advantages of whole episodes at random, in place: a control from which nothing can be learned."""
+    episode, row_episode = records.get(schema.EPISODE_ID).squeeze(-1).unique(return_inverse=True)
+    advantage = records.get(schema.ADVANTAGE)
+    of_episode = advantage.new_zeros(len(episode), 1).index_copy_(0, row_episode, advantage)
+    records.set_(schema.ADVANTAGE, of_episode[torch.randperm(len(episode))][row_episode])
 
 
 def fill_batch(batch: TensorDictBase, size: int) -> TensorDictBase:

@@ -19,6 +19,7 @@ from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDic
 from torchrl.envs import TransformedEnv
 from torchrl.record.loggers import CSVLogger, TensorboardLogger
 
+from wamrl_torchrl import schema
 from wamrl_torchrl.build import EnvFactory, fit_policy, frame_offsets, task_ids
 from wamrl_torchrl.collectors.collect import make_collector
 from wamrl_torchrl.config import RunConfig
@@ -35,6 +36,7 @@ from wamrl_torchrl.modules.trainable import set_actor_training
 from wamrl_torchrl.objectives.transforms import GroupAdvantage, ReconstructionReward
 from wamrl_torchrl.pretrain import pretrain
 from wamrl_torchrl.report import metric_table
+from wamrl_torchrl.self_imitation import SuccessReplay
 from wamrl_torchrl.tensor_files import check_tensors
 
 
@@ -175,6 +177,8 @@ class Run:
         set_actor_training(policy.model, config.model.actor)
         policy.to(policy.device)
         self.actor_update = ActorUpdate(policy, config.algo)
+        imitation, keys = config.algo.self_imitation, [*policy.replay_keys, ("next", schema.EXECUTED_MASK)]
+        self.replay = SuccessReplay(imitation.capacity, batch_size=imitation.batch_size, keys=keys)
         self.video_update = VideoUpdate(policy, config.algo)
         self.watch = ParameterWatch(policy.model)
         self.reconstruction = ReconstructionReward(
@@ -261,15 +265,17 @@ class Run:
             plan=self.plan,
             progress=self,
             successes=StoredEpisodes(self.successes),
+            replay=self.replay,
             rng=GlobalRNGState(),
         )
         latest = self._rotation.latest() if self.config.resume else None
         if latest is not None:
             self._checkpoint.load(latest)
-            # The optimisers' moments go on, at the rates of this run's options.
+            # The optimisers' moments go on, at the rates of this run's options; an adapted rate is none of them.
             for update in (self.actor_update, self.video_update):
-                for group in update.optimizer.param_groups:
-                    group["lr"] = update.learning_rate
+                if update is self.video_update or self.config.algo.kl_target is None:
+                    for group in update.optimizer.param_groups:
+                        group["lr"] = update.learning_rate
             self.watch = ParameterWatch(self.policy.model)
             self.console.print(f"Resumed after iteration {self.iteration} from {latest}")
         return latest
@@ -308,7 +314,8 @@ class Run:
         for logger in self.loggers:
             for name, value in {**metrics, **times}.items():
                 logger.log_scalar(name, value, step=self.iteration)
-        self.console.print(metric_table(f"iteration {self.iteration}", {**metrics, **times}))
+        shown = {name: value for name, value in {**metrics, **times}.items() if "_step_" not in name}
+        self.console.print(metric_table(f"iteration {self.iteration}", shown))
 
     def clock(self) -> dict[str, float]:
         """Seconds per phase since the last call, added to the run's."""

@@ -24,7 +24,7 @@ from wamrl_torchrl.data.analysis import Rate
 from wamrl_torchrl.data.episodes import episodes_from_rollout
 from wamrl_torchrl.envs.libero import LiberoEnv
 from wamrl_torchrl.evaluate import episode_frames, evaluate, success_rate, task_rates, total_rate
-from wamrl_torchrl.learner import is_half, parity, recompute_log_probs
+from wamrl_torchrl.learner import is_half, parity, recompute_log_probs, shuffle_advantages
 from wamrl_torchrl.modules.checkpoint import load_policy, save_policy
 from wamrl_torchrl.protocol import eval_conditions, protocol_env
 from wamrl_torchrl.report import metric_table, plot_curves, progress_bar, write_video
@@ -78,14 +78,20 @@ def run_iteration(run: Run) -> dict[str, float]:
     if algo.mode != "video_only":
         with timeit("actor"):
             buffer = run.make_buffer(len(rollout))
-            # Adds returns and advantages, drops groups that agree in success. What the actor does not read, most of the
-            # bytes, is not copied.
-            buffer.extend(rollout.exclude(*(("next", key) for key in (schema.FUTURE_FRAMES, schema.SIM_STATES))))
+            # What the actor does not read, most of the bytes, is not copied.
+            records = rollout.exclude(*(("next", key) for key in (schema.FUTURE_FRAMES, schema.SIM_STATES)))
+            run.actor_update.loss.prepare(records, batch_size=algo.minibatch_size)
+            buffer.extend(records)  # adds returns and advantages, drops groups that agree in success
             metrics |= run.group_metrics()
+            if run.actor_update.imitates:
+                run.replay.add(rollout)
             if len(buffer):
+                kept = buffer.storage[: len(buffer)]
                 if is_half(policy):
-                    recompute_log_probs(policy, buffer.storage[: len(buffer)], batch_size=algo.minibatch_size)
-                metrics |= run.actor_update(buffer)
+                    recompute_log_probs(policy, kept, batch_size=algo.minibatch_size)
+                if algo.shuffle_advantages:
+                    shuffle_advantages(kept)
+                metrics |= run.actor_update(buffer, run.replay)
                 run.expect_changed("action_expert")
 
     if run.config.logger.rollouts:

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributions import Normal, kl_divergence
 from torchrl.objectives import ClipPPOLoss
 
 from tests.conftest import make_policy, make_record
 from wamrl_torchrl import schema
+from wamrl_torchrl.modules.reference import ReferenceActor
 from wamrl_torchrl.objectives import FlowPPOLoss
 
 
@@ -219,3 +221,110 @@ class TestInterface:
     def test_in_keys_are_not_set_by_hand(self):
         with pytest.raises(RuntimeError, match="set_keys"):
             FlowPPOLoss(make_policy()).in_keys = ["advantage"]
+
+
+class TestTokens:
+    def test_with_one_action_it_is_the_ratio_of_the_chunk(self):
+        policy = make_policy()
+        record = make_record(policy, 6)
+        record["next", schema.EXECUTED_MASK][:, 1:] = False
+        perturb(policy)
+        token, chunk = (FlowPPOLoss(policy, row_reduction=name)(record) for name in ("token", "sum"))
+        for key in ("loss_objective", "clip_fraction", "kl_approx", "max_ratio", "clip_fraction_step"):
+            torch.testing.assert_close(token[key], chunk[key], equal_nan=True)
+
+    def test_each_action_is_clipped_by_itself(self):
+        policy = make_policy()
+        record = make_record(policy, 5)
+        perturb(policy)
+        loss = FlowPPOLoss(policy, row_reduction="token", normalize_steps=False, dual_clip=None, clip_epsilon=0.05)
+        ratio = (policy.log_prob_rows(record) - record["log_prob_rows"]).exp()  # [B,1,T]
+        advantage, mask = record["advantage"][:, None], record["next", schema.EXECUTED_MASK][:, None]
+        gain = torch.minimum(ratio * advantage, ratio.clamp(0.95, 1.05) * advantage)
+        torch.testing.assert_close(loss(record)["loss_objective"], -gain[mask].mean())
+
+
+class TestSteps:
+    def test_diagnostics_by_step(self):
+        policy = make_policy(stochastic_steps="all")
+        record = make_record(policy, 6)
+        perturb(policy)
+        out = FlowPPOLoss(policy, normalize_steps=False, clip_epsilon=0.01)(record)
+        mask = record["next", schema.EXECUTED_MASK][:, None]
+        size = ((policy.log_prob_rows(record) - record["log_prob_rows"]) * mask).sum(-1).abs()
+        order = record[schema.K_STAR].argsort(-1)
+        torch.testing.assert_close(out["abs_log_ratio_step"], size.gather(1, order).mean(0).detach())
+        torch.testing.assert_close(out["clip_fraction_step"].mean(), out["clip_fraction"])
+
+    def test_of_a_step_that_was_not_drawn_there_is_none(self):
+        policy = make_policy()
+        record = make_record(policy, 1)
+        seen = ~FlowPPOLoss(policy)(record)["clip_fraction_step"].isnan()
+        assert seen.nonzero().flatten().tolist() == record[schema.K_STAR].flatten().tolist()
+
+    def test_weights_choose_the_steps_that_teach(self):
+        policy = make_policy()
+        record = make_record(policy, 12)
+        perturb(policy)
+        chosen = record[schema.K_STAR].squeeze(-1) == 2
+        assert 0 < int(chosen.sum()) < 12
+        weighted = FlowPPOLoss(policy, step_loss_weights=[0, 0, 3.0, 0])(record)["loss_objective"]
+        alone = FlowPPOLoss(policy, reduction="sum")(record[chosen])["loss_objective"]
+        torch.testing.assert_close(weighted, 4 * alone / 12)
+
+    @pytest.mark.parametrize("weights", [[1.0], [0.0] * 4, [1.0, 1.0, -1.0, 1.0]])
+    def test_refuses_weights(self, weights):
+        with pytest.raises(ValueError, match="step_loss_weights must be K=4 numbers"):
+            FlowPPOLoss(make_policy(), step_loss_weights=weights)
+
+
+class TestAnchor:
+    def loss(self, policy, anchor: str, weight: float = 1.0) -> FlowPPOLoss:
+        reference = ReferenceActor(list(policy.model.mot.action.parameters()))
+        return FlowPPOLoss(policy, anchor=anchor, anchor_weight=weight, reference=reference)
+
+    @pytest.mark.parametrize("anchor", ["velocity", "analytic"])
+    def test_is_zero_at_the_reference(self, anchor):
+        policy = make_policy()
+        loss, record = self.loss(policy, anchor), make_record(policy, 4)
+        loss.prepare(record, batch_size=4)
+        assert float(loss(record)["loss_anchor"]) == 0
+
+    def test_analytic_is_the_divergence_of_the_steps(self):
+        """Per action dimension, averaged over the executed actions, against torch.distributions."""
+        policy = make_policy(stochastic_steps=2)
+        loss, record = self.loss(policy, "analytic", weight=0.3), make_record(policy, 5)
+        before = policy.transitions(record)
+        perturb(policy)
+        loss.prepare(record, batch_size=2)
+        now = policy.transitions(record)
+        std = now.std[..., None, None]
+        divergence = kl_divergence(Normal(now.mean, std), Normal(before.mean, std)).mean(-1)
+        mask = record["next", schema.EXECUTED_MASK][:, None]
+        expected = 0.3 * ((divergence * mask).sum(-1) / mask.sum(-1)).mean()
+        torch.testing.assert_close(loss(record)["loss_anchor"], expected, rtol=1e-3, atol=1e-7)
+
+    def test_preparing_leaves_the_weights_as_they_are(self):
+        policy = make_policy()
+        loss, record = self.loss(policy, "velocity"), make_record(policy, 4)
+        perturb(policy)
+        before = [parameter.clone() for parameter in policy.parameters()]
+        loss.prepare(record, batch_size=4)
+        assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+        assert float(loss(record)["loss_anchor"]) > 0
+
+    def test_the_reference_is_put_back_after_an_error(self):
+        policy = make_policy()
+        reference = ReferenceActor(list(policy.model.mot.action.parameters()))
+        perturb(policy)
+        before = [parameter.clone() for parameter in policy.parameters()]
+        with pytest.raises(KeyError), reference.applied():
+            raise KeyError
+        assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+    def test_refuses(self):
+        policy = make_policy()
+        with pytest.raises(ValueError, match="an anchor and the reference it holds to go together"):
+            FlowPPOLoss(policy, anchor="velocity")
+        with pytest.raises(KeyError, match=r"call FlowPPOLoss\.prepare"):
+            self.loss(policy, "velocity")(make_record(policy, 2))

@@ -87,8 +87,8 @@ def demonstrate(
         max_episode_steps: horizon in actions.
         image_size: height and width of the frames.
         noise: standard deviation of the noise added to the executed position deltas, in units of an action.
-        grasp_offset: where the expert grasps, x and y from the object's centre (m). Near the tolerance it still succeeds,
-            but whoever imitates it with an error does not: demonstrations with a flaw that reinforcement can correct.
+        grasp_offset: where the expert grasps, x and y from the object's centre (m). Near the tolerance it still
+            succeeds, but whoever imitates it with an error does not: a flaw that reinforcement can correct.
         seed: of the noise; an episode's noise depends on it and on the episode's five ids alone.
         frame_stride: actions between two frames.
         render_frames: leave ``frames`` out when false.

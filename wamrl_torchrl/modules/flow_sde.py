@@ -270,6 +270,11 @@ class Transitions(NamedTuple):
     target: Tensor  # [B,S,T,A], what was drawn
     gain: Tensor  # [B,S], c_k
 
+    def log_prob_rows(self) -> Tensor:
+        """Log-densities fp32 [B,S,T] of what was drawn, one per action of the chunk."""
+        flat = gaussian_log_prob(self.target.flatten(0, 1), self.mean.flatten(0, 1), self.std.flatten())
+        return flat.unflatten(0, self.std.shape)
+
 
 def chain_transitions(
     model: FlowModel,
@@ -342,5 +347,4 @@ def logprob_chain(
         ValueError: chains of another chunk shape, or more stochastic steps than steps.
     """
     moves = chain_transitions(model, states, chains, k_star, a, shift=shift, std_floor=std_floor)
-    flat = gaussian_log_prob(moves.target.flatten(0, 1), moves.mean.flatten(0, 1), moves.std.flatten())
-    return flat.unflatten(0, k_star.shape)
+    return moves.log_prob_rows()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 
-from tensordict import NestedKey
+from tensordict import NestedKey, TensorDictBase
 from torchrl.objectives.common import LossModule
 
 
@@ -30,3 +30,20 @@ class CriticFreeLoss(LossModule):
 
     def _forward_value_estimator_keys(self, **kwargs) -> None:
         """There is no value network to forward keys to."""
+
+
+class ActorLoss(CriticFreeLoss):
+    """A loss of the actor on macro-steps with advantages, exchangeable in :class:`wamrl_torchrl.learner.ActorUpdate`.
+
+    ``forward`` writes ``loss_objective`` and detached diagnostics: scalars, or vectors with an entry per sampling step.
+    """
+
+    def prepare(self, records: TensorDictBase, *, batch_size: int) -> None:
+        """Write into the records of an update what the loss needs of the policy as it is before the first step.
+
+        Args:
+            records: the update's macro-steps [M], changed in place.
+
+        Keyword Args:
+            batch_size: records per pass.
+        """

@@ -86,7 +86,7 @@ def _take(cache: list[KeyValue], rows: Tensor) -> list[KeyValue]:
     return [KeyValue(key[rows], value[rows]) for key, value in cache]
 
 
-def _masked_mean(values: Tensor, is_pad: Tensor | None) -> Tensor:
+def masked_mean(values: Tensor, is_pad: Tensor | None) -> Tensor:
     """Mean over the last dim of ``values`` [B,T] without padded entries; 0 for a row that is all padding."""
     if is_pad is None:
         return values.mean(-1)
@@ -285,7 +285,7 @@ class FastWAM(nn.Module):
         velocity = self.mot.video_velocity(noisy.to(self.dtype), TIME_SCALE * flow.sigma, text, first_cache)
         error = F.mse_loss(velocity.float(), target.float(), reduction="none").mean((1, 3, 4))
         pad = None if image_is_pad is None else image_is_pad[:, 1:].unflatten(1, (-1, 4)).all(-1)
-        return _masked_mean(error, pad) * training_weight(flow.sigma, self.config.video_shift)
+        return masked_mean(error, pad) * training_weight(flow.sigma, self.config.video_shift)
 
     def _action_loss(
         self,
@@ -298,7 +298,7 @@ class FastWAM(nn.Module):
         noisy, target = flow.mix(actions)
         condition = Condition(cache, self.mot.action.text_cache(context))
         error = (self.action_velocity(noisy, flow.sigma, condition) - target).square().mean(-1)
-        return _masked_mean(error, action_is_pad) * training_weight(flow.sigma, self.config.action_shift)
+        return masked_mean(error, action_is_pad) * training_weight(flow.sigma, self.config.action_shift)
 
     def _forced_action_loss(
         self,
