@@ -106,9 +106,18 @@ class TestRate:
             update._adapt_rate(1.0)
         assert update.optimizer.param_groups[0]["lr"] == 8e-4
 
+    def test_falls_linearly_to_the_last_iteration(self):
+        update = ActorUpdate(make_policy(), AlgoConfig(actor_lr=1e-3, actor_lr_final=2e-4))
+        rates = []
+        for progress in (0.0, 0.5, 1.0, 1.5):
+            update.anneal(progress)
+            rates.append(update.optimizer.param_groups[0]["lr"])
+        assert rates == pytest.approx([1e-3, 6e-4, 2e-4, 2e-4])
+
     def test_is_fixed_by_default(self):
         update = ActorUpdate(make_policy(), AlgoConfig(actor_lr=1e-3))
         update._adapt_rate(1.0)
+        update.anneal(0.5)
         assert update.optimizer.param_groups[0]["lr"] == 1e-3
 
 
@@ -181,6 +190,18 @@ class TestShuffle:
         assert bool((after == after[:, :1]).all())
         assert sorted(after[:, 0].tolist()) == list(range(10))
         assert after[:, 0].tolist() != list(range(10))
+
+    def test_as_many_episodes_are_imitated_but_others(self):
+        policy = make_policy()
+        rollout = won(make_record(policy, 40), *range(10))
+        keys = [schema.PROPRIO, *policy.replay_keys, ("next", schema.EXECUTED_MASK)]
+        replay = SuccessReplay(64, batch_size=4, keys=keys)
+        torch.manual_seed(0)
+        replay.add(rollout, shuffled=True)
+        assert len(replay) == 10
+        chosen = {tuple(state.tolist()) for state in replay.buffer.storage[:10][schema.PROPRIO]}
+        assert chosen != {tuple(state.tolist()) for state in rollout[:10][schema.PROPRIO]}
+        assert int(rollout["next", schema.SUCCESS].sum()) == 10
 
 
 class TestRun:

@@ -126,6 +126,7 @@ class AlgoConfig:
     epochs: int = 1
     minibatch_size: int = 64
     actor_lr: float = 1e-4
+    actor_lr_final: float | None = None  # rate of the last iteration, reached linearly; constant if null
     kl_target: float | None = None  # halve or double the rate after an update whose KL is twice or half as large
     lr_range: list[float] = field(default_factory=lambda: [1e-7, 1e-2])  # within these bounds
     clip_epsilon: list[float] = field(default_factory=lambda: [0.2, 0.28])
@@ -140,7 +141,7 @@ class AlgoConfig:
     temperature: float = 0.5
     nft_beta: float = 1.0  # distance of the implicit policies of nft
     self_imitation: SelfImitationConfig = field(default_factory=SelfImitationConfig)
-    shuffle_advantages: bool = False  # a control: nothing can be learned from permuted advantages
+    shuffle_advantages: bool = False  # a control: of permuted advantages and outcomes nothing can be learned
     target_kl: float | None = 0.1  # end the actor update when an epoch's KL passes this
     grad_clip: float = 1.0
     # reconstruction reward
@@ -366,6 +367,11 @@ def _check_actor(config: RunConfig) -> None:
             raise ValueError(f"algo.{name} must not be negative, got {number}")
     if algo.kl_target is not None and not algo.kl_target > 0:
         raise ValueError(f"algo.kl_target must be positive, or null to keep the rate, got {algo.kl_target}")
+    if algo.actor_lr_final is not None and not (algo.actor_lr_final >= 0 and algo.kl_target is None):
+        raise ValueError(
+            f"algo.actor_lr_final must not be negative and excludes algo.kl_target, which sets the rate itself, got "
+            f"{algo.actor_lr_final} and {algo.kl_target}"
+        )
     if len(algo.lr_range) != 2 or not 0 < algo.lr_range[0] <= algo.lr_range[1]:
         raise ValueError(f"algo.lr_range must be [lowest, highest], both positive, got {list(algo.lr_range)}")
     if algo.kl_target is not None and not algo.lr_range[0] <= algo.actor_lr <= algo.lr_range[1]:

@@ -92,6 +92,13 @@ class ActorUpdate:
         """Whether successful episodes are kept and imitated."""
         return self.config.actor_loss == "self_imitation" or self.config.self_imitation.weight > 0
 
+    def anneal(self, progress: float) -> None:
+        """Set the rate for an iteration at ``progress`` 0..1 of the run; nothing unless ``actor_lr_final`` is given."""
+        first, last = self.config.actor_lr, self.config.actor_lr_final
+        if last is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = first + min(1.0, progress) * (last - first)
+
     def __call__(self, buffer: ReplayBuffer, replay: SuccessReplay | None = None) -> dict[str, float]:
         """Run the epochs; ends early once the KL passes ``target_kl``. Returns means for the log.
 

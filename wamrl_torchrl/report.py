@@ -73,7 +73,7 @@ def success_table(title: str, rows: Iterable[tuple[str, str, Rate, float]]) -> T
 
 
 def plot_curves(scalars: Path, picture: Path) -> None:
-    """Draw every scalar that TorchRL's CSV logger wrote, one panel each.
+    """Draw every scalar that TorchRL's CSV logger wrote, one panel each, but those of single sampling steps.
 
     Args:
         scalars: its directory of ``group/name.csv`` files with lines ``step,value``.
@@ -81,6 +81,8 @@ def plot_curves(scalars: Path, picture: Path) -> None:
     """
     panels: dict[str, list[tuple[float, float]]] = {}
     for path in sorted(scalars.rglob("*.csv")):
+        if "_step_" in path.stem:  # a curve per sampling step: too many panels
+            continue
         with path.open() as file:
             # A resumed run may have written an iteration twice: the later line counts.
             points = {float(step): float(value) for step, value in csv.reader(file)}

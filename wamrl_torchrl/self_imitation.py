@@ -20,6 +20,14 @@ def successful_rows(rollout: TensorDictBase) -> Tensor:
     return torch.isin(ids, ids[rollout.get(("next", schema.SUCCESS)).squeeze(-1)])
 
 
+def shuffle_outcomes(rollout: TensorDictBase) -> TensorDictBase:
+    """The ids of whole episodes [M] with their outcomes exchanged at random."""
+    last = rollout.get(("next", "done")).squeeze(-1).nonzero().squeeze(-1)
+    outcome = rollout.get(("next", schema.SUCCESS)).clone()
+    outcome[last] = outcome[last[torch.randperm(len(last))]]
+    return rollout.select(schema.EPISODE_ID).set(("next", schema.SUCCESS), outcome)
+
+
 class SuccessReplay:
     """The newest decisions of successful episodes, in a TorchRL replay buffer (self-imitation, arXiv 1806.05635).
 
@@ -44,9 +52,14 @@ class SuccessReplay:
     def __len__(self) -> int:
         return len(self.buffer)
 
-    def add(self, rollout: TensorDictBase) -> None:
-        """Add the successful episodes of a rollout of whole episodes [M]."""
-        rows = successful_rows(rollout).nonzero().squeeze(-1)[-self.capacity :]
+    def add(self, rollout: TensorDictBase, *, shuffled: bool = False) -> None:
+        """Add the successful episodes of a rollout of whole episodes [M].
+
+        Keyword Args:
+            shuffled: exchange the outcomes of episodes at random first (a control).
+        """
+        rows = successful_rows(shuffle_outcomes(rollout) if shuffled else rollout)
+        rows = rows.nonzero().squeeze(-1)[-self.capacity :]
         if len(rows):
             kept = take_rows(rollout.select(*self.keys), rows)
             self.buffer.extend(kept.set(schema.ADVANTAGE, torch.ones(len(rows), 1)))

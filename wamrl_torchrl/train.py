@@ -84,7 +84,8 @@ def run_iteration(run: Run) -> dict[str, float]:
             buffer.extend(records)  # adds returns and advantages, drops groups that agree in success
             metrics |= run.group_metrics()
             if run.actor_update.imitates:
-                run.replay.add(rollout)
+                run.replay.add(rollout, shuffled=algo.shuffle_advantages)
+            run.actor_update.anneal((run.iteration - 1) / max(1, algo.iterations - 1))
             if len(buffer):
                 kept = buffer.storage[: len(buffer)]
                 if is_half(policy):
