@@ -68,11 +68,41 @@ class TestBadOptions:
             ("algo.task_weight_list=[1,2]", "task_weight_list.*'mixed'"),
             ("algo.task_weight_floor=0", "task_weight_floor"),
             ("algo.task_weight_gamma=-1", "task_weight_gamma"),
+            ("algo.actor_loss=reinforce", "algo.actor_loss.*'reinforce'"),
+            ("algo.rows=some", "algo.rows.*'some'"),
+            ("algo.row_reduction=max", "algo.row_reduction.*'max'"),
+            ("algo.anchor=rope", "algo.anchor.*'rope'"),
+            ("algo.anchor_weight=-1", "algo.anchor_weight"),
+            ("algo.weighting=best", "algo.weighting.*'best'"),
+            ("algo.temperature=0", "algo.temperature"),
+            ("algo.nft_beta=0", "algo.nft_beta"),
+            ("algo.kl_target=0", "algo.kl_target"),
+            ("algo.lr_range=[1e-3,1e-4]", "algo.lr_range"),
+            ("algo.step_loss_weights=[1,2]", "algo.step_loss_weights must be sde.num_steps=10"),
+            ("algo.self_imitation.weight=-1", "algo.self_imitation.weight"),
+            ("algo.self_imitation.capacity=0", "algo.self_imitation.capacity"),
+            ("algo.actor_lr_final=-1", "algo.actor_lr_final"),
+            ("demos.grasp_offset=[0.01,0]", "demos.grasp_offset.*grasp_variation"),
         ],
     )
     def test_values_are_refused_by_name(self, override, name):
         with pytest.raises(ValueError, match=name):
             load(override)
+
+    @pytest.mark.parametrize(
+        ("overrides", "name"),
+        [
+            (
+                ("algo.anchor=velocity", "algo.actor_loss=nft"),
+                "algo.anchor=velocity is part of algo.actor_loss=flow_ppo",
+            ),
+            (("algo.kl_target=0.03", "algo.actor_lr=1"), "algo.actor_lr=1 lies outside algo.lr_range"),
+            (("algo.kl_target=0.03", "algo.actor_lr_final=0"), "excludes algo.kl_target"),
+        ],
+    )
+    def test_options_that_exclude_each_other(self, overrides, name):
+        with pytest.raises(ValueError, match=name):
+            load(*overrides)
 
     @pytest.mark.parametrize("override", ["algo.lambda=1", "algo.epochs=many", "env=moon", "preset=huge"])
     def test_unknown_keys_types_and_groups(self, override):
