@@ -63,7 +63,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "weighted_flow_and_imitation": (*WEIGHTED[:1], "algo.self_imitation.weight=1"),
     "nft": ("algo.actor_loss=nft", "algo.actor_lr=1e-4", "algo.self_imitation.weight=0"),
     # modes and rewards
-    "alternate": ("algo.mode=alternate",),
+    "alternate": ("algo.mode=alternate", "env.future_frames=true"),
     "ppo_reward_both": (*PPO, "env.future_frames=true", "algo.weight_rec=0.1"),
     "ppo_reward_rec": (*PPO, "env.future_frames=true", "algo.weight_task=0", "algo.weight_rec=1"),
     "ppo_alternate_both": (*PPO, "env.future_frames=true", "algo.weight_rec=0.1", "algo.mode=alternate"),
