@@ -26,6 +26,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
@@ -142,10 +143,12 @@ def read(variant: str, seed: int, options: argparse.Namespace) -> dict | None:
 
 
 def draw(results: dict[str, list[dict]], picture: Path) -> None:
-    """Training success by iteration: the main variant with the band of its seeds, the others beside it."""
+    """Training success by iteration: mean and range of each variant's finished seeds, thin lines for single runs."""
     figure, axis = plt.subplots(figsize=(9, 5))
     for name, runs in results.items():
-        curves = [run["curve"] for run in runs if run["curve"]]
+        curves = [run["curve"] for run in runs if "end" in run]
+        for run in runs:
+            axis.plot(range(1, len(run["curve"]) + 1), run["curve"], linewidth=0.5, color="gray", alpha=0.6)
         if not curves:
             continue
         length = min(map(len, curves))
@@ -156,6 +159,7 @@ def draw(results: dict[str, list[dict]], picture: Path) -> None:
             axis.fill_between(
                 steps, list(map(min, columns)), list(map(max, columns)), alpha=0.2, color=line.get_color(), linewidth=0
             )
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set(xlabel="iteration (128 episodes)", ylabel="success while exploring", ylim=(0, 1))
     axis.grid(alpha=0.3)
     axis.legend(fontsize=7, ncol=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 
 from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
 from torchrl.objectives.common import LossModule
 
 
@@ -47,3 +48,11 @@ class ActorLoss(CriticFreeLoss):
         Keyword Args:
             batch_size: records per pass.
         """
+
+    def _advantage(self, tensordict: TensorDictBase) -> Tensor:
+        """Advantages [B,1] of macro-steps [B]."""
+        key, expected = self.tensor_keys.advantage, (*tensordict.batch_size, 1)
+        advantage = tensordict.get(key)
+        if advantage.shape != expected:
+            raise ValueError(f"{key!r} must be of shape {expected}, found {tuple(advantage.shape)}")
+        return advantage

@@ -53,15 +53,6 @@ class _FlowMatchingLoss(ActorLoss):
         weight = training_weight(sigma, self.actor_network.model.config.action_shift)
         return masked_mean(error, ~record.get(self.tensor_keys.executed_mask)) * weight
 
-    def _advantage(self, record: TensorDictBase) -> Tensor:
-        advantage = record.get(self.tensor_keys.advantage)
-        if advantage.shape != (*record.batch_size, 1):
-            raise ValueError(
-                f"{self.tensor_keys.advantage!r} must be of shape {(*record.batch_size, 1)}, found "
-                f"{tuple(advantage.shape)}"
-            )
-        return advantage.squeeze(-1)
-
     def _counted(self, record: TensorDictBase) -> Tensor:
         """Float [B]: 1 where anything was executed."""
         return record.get(self.tensor_keys.executed_mask).any(-1).float()
@@ -123,7 +114,7 @@ class WeightedFlowLoss(_FlowMatchingLoss):
         flow = self._draw(chunk)
         noisy, target = flow.mix(chunk)
         error = self._error(tensordict, self._velocity(tensordict, noisy, flow.sigma), target, flow.sigma)
-        weight = self.weights(self._advantage(tensordict)) * self._counted(tensordict)
+        weight = self.weights(self._advantage(tensordict).squeeze(-1)) * self._counted(tensordict)
         # A batch in which nothing went well has no loss, and a gradient of zero.
         loss = (weight * error).sum() / weight.sum().clamp(min=1e-6)
         return TensorDict(
@@ -201,7 +192,7 @@ class FlowNFTLoss(_FlowMatchingLoss):
         new, beta = self._velocity(tensordict, noisy, flow.sigma), self.beta
         good = self._error(tensordict, (1 - beta) * old + beta * new, target, flow.sigma)
         bad = self._error(tensordict, (1 + beta) * old - beta * new, target, flow.sigma)
-        r = 0.5 + 0.5 * (self._advantage(tensordict) / self.advantage_scale).clamp(-1.0, 1.0)
+        r = 0.5 + 0.5 * (self._advantage(tensordict).squeeze(-1) / self.advantage_scale).clamp(-1.0, 1.0)
         counted = self._counted(tensordict)
         loss = ((r * good + (1 - r) * bad) * counted).sum() / counted.sum().clamp(min=1)
         error = self._error(tensordict, new.detach(), target, flow.sigma)

@@ -188,12 +188,7 @@ class FlowPPOLoss(ActorLoss):
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Loss of a batch of macro-steps [B]."""
-        advantage = tensordict.get(self.tensor_keys.advantage)
-        if advantage.shape != (*tensordict.batch_size, 1):
-            raise ValueError(
-                f"{self.tensor_keys.advantage!r} must be of shape {(*tensordict.batch_size, 1)}, "
-                f"found {tuple(advantage.shape)}"
-            )
+        advantage = self._advantage(tensordict)
         moves = self.actor_network.transitions(tensordict)
         new_rows, k_star = moves.log_prob_rows(), tensordict.get(schema.K_STAR)
         mask = self._row_mask(tensordict, len(new_rows))
