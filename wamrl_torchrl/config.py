@@ -9,6 +9,7 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from wamrl_torchrl.diagnostics import DiagnosticsConfig
 from wamrl_torchrl.modules.fastwam.config import ACTION_MODES
 from wamrl_torchrl.modules.lora import VideoLoRA
 from wamrl_torchrl.modules.policy import FlowSDEConfig, IDMConfig
@@ -211,6 +212,7 @@ class RunConfig:
     collector: CollectorConfig = field(default_factory=CollectorConfig)
     evaluation: EvalConfig = field(default_factory=EvalConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
 
 
 ConfigStore.instance().store(name="run_config", node=RunConfig)
@@ -287,6 +289,8 @@ def _check(config: RunConfig) -> None:
         "evaluation.repeats": config.evaluation.repeats,
         "evaluation.episodes": 1 if config.evaluation.episodes is None else config.evaluation.episodes,
         "logger.checkpoints": config.logger.checkpoints,
+        "diagnostics.window": config.diagnostics.window,
+        "diagnostics.repeat_every": config.diagnostics.repeat_every,
     }
     for name, number in positive.items():
         if number < 1:

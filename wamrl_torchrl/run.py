@@ -27,6 +27,7 @@ from wamrl_torchrl.data.analysis import Rate
 from wamrl_torchrl.data.episodes import EpisodeStore
 from wamrl_torchrl.data.starts import StartStates
 from wamrl_torchrl.demos import MAX_ENV_SEED, make_demo_env, make_demonstrations
+from wamrl_torchrl.diagnostics import Watch
 from wamrl_torchrl.envs.episodes import EpisodePlan
 from wamrl_torchrl.learner import ActorUpdate, ParameterWatch, VideoUpdate, is_half
 from wamrl_torchrl.modules.checkpoint import CONFIG_FILE, load_policy, save_policy
@@ -196,6 +197,7 @@ class Run:
             normalize=config.algo.normalize_advantage,
         )
         self.plan = EpisodePlan()
+        self.diagnosis = Watch(config.diagnostics)
 
     def make_buffer(self, rows: int) -> TensorDictReplayBuffer:
         """An iteration's buffer; it computes advantages when the rollout is written to it."""
@@ -286,6 +288,7 @@ class Run:
             "iteration": self.iteration,
             "held_out": {name: list(rate) for name, rate in self.held_out.items()},
             "seconds": dict(self.seconds),
+            "diagnosis": self.diagnosis.state_dict(),
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -293,6 +296,7 @@ class Run:
         self.iteration = state["iteration"]
         self.held_out = {name: Rate(*rate) for name, rate in state["held_out"].items()}
         self.seconds = defaultdict(float, state["seconds"])
+        self.diagnosis.load_state_dict(state["diagnosis"])
 
     def save(self) -> None:
         """Write a checkpoint of the current iteration."""
@@ -316,6 +320,10 @@ class Run:
                 logger.log_scalar(name, value, step=self.iteration)
         shown = {name: value for name, value in {**metrics, **times}.items() if "_step_" not in name}
         self.console.print(metric_table(f"iteration {self.iteration}", shown))
+        for advice in self.diagnosis.check(self.iteration, metrics):
+            self.console.print(f"[yellow]{advice.cause}:[/yellow] {advice.message}")
+            with (self.directory / "warnings.jsonl").open("a") as file:
+                file.write(json.dumps(advice._asdict()) + "\n")
 
     def clock(self) -> dict[str, float]:
         """Seconds per phase since the last call, added to the run's."""
@@ -324,18 +332,6 @@ class Run:
         for phase, seconds in times.items():
             self.seconds[phase] += seconds
         return times
-
-    def group_metrics(self) -> dict[str, float]:
-        """What the last advantage computation saw and kept."""
-        report = self.advantage.report
-        assert report is not None
-        metrics = {
-            "groups/kept": float(report.kept),
-            "groups/kept_fraction": report.kept / max(1, report.groups),
-            "groups/return_std": report.return_std,
-        }
-        per_task = {f"task_success/{task}": k / n for task, (k, n) in report.task_success.items()}
-        return metrics | per_task
 
     def expect_changed(self, part: str) -> None:
         """Make sure that an update changed its own parameters and no others, and say so.

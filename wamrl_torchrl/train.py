@@ -22,6 +22,7 @@ from wamrl_torchrl.collectors.collect import collect_episodes, join_episodes, pu
 from wamrl_torchrl.config import RunConfig, check_held_out
 from wamrl_torchrl.data.analysis import Rate
 from wamrl_torchrl.data.episodes import episodes_from_rollout
+from wamrl_torchrl.diagnostics import group_metrics, imagination_metrics
 from wamrl_torchrl.envs.libero import LiberoEnv
 from wamrl_torchrl.evaluate import episode_frames, evaluate, success_rate, task_rates, total_rate
 from wamrl_torchrl.learner import is_half, parity, recompute_log_probs, shuffle_advantages
@@ -73,7 +74,7 @@ def run_iteration(run: Run) -> dict[str, float]:
     if algo.weight_rec:
         with timeit("reconstruction"):
             rollout = run.reconstruction.inv(rollout)
-        metrics |= reconstruction_metrics(rollout)
+        metrics |= reconstruction_metrics(rollout) | imagination_metrics(rollout)
 
     if algo.mode != "video_only":
         with timeit("actor"):
@@ -82,7 +83,8 @@ def run_iteration(run: Run) -> dict[str, float]:
             records = rollout.exclude(*(("next", key) for key in (schema.FUTURE_FRAMES, schema.SIM_STATES)))
             run.actor_update.loss.prepare(records, batch_size=algo.minibatch_size)
             buffer.extend(records)  # adds returns and advantages, drops groups that agree in success
-            metrics |= run.group_metrics()
+            assert run.advantage.report is not None
+            metrics |= group_metrics(run.advantage.report, algo.group_size)
             if run.actor_update.imitates:
                 run.replay.add(rollout, shuffled=algo.shuffle_advantages)
             run.actor_update.anneal((run.iteration - 1) / max(1, algo.iterations - 1))
