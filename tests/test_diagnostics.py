@@ -120,19 +120,15 @@ class TestGroups:
 
 
 def scored(success: list[bool], reward: list[float]) -> TensorDict:
-    """Episodes of two decisions; frames at two offsets are 51/255 brighter than the picture, the second one 102/255."""
+    """Episodes of two decisions; a copy of the picture errs by .1 in the first and by .04 in the second."""
     count = 2 * len(success)
-    image = torch.zeros(count, 3, 4, 8, dtype=torch.uint8)
-    frames = torch.stack((image + 51, image + 102), 1)
     won = torch.tensor(success).repeat_interleave(2)[:, None] & (torch.arange(count) % 2 == 1)[:, None]
     return TensorDict(
         {
-            "observation": {"image": image},
             schema.EPISODE_ID: torch.arange(len(success)).repeat_interleave(2)[:, None],
             "next": {
-                "future_frames": frames,
-                "future_mask": torch.tensor([[True, True], [True, False]]).repeat(len(success), 1),
                 "reward_rec_raw": torch.tensor(reward).repeat_interleave(2)[:, None],
+                "reward_rec_copy": -torch.tensor([0.1, 0.04]).repeat(len(success))[:, None],
                 "reward_rec_mask": torch.ones(count, 1, dtype=torch.bool),
                 "success": won,
             },
@@ -142,9 +138,11 @@ def scored(success: list[bool], reward: list[float]) -> TensorDict:
 
 
 class TestImagination:
-    def test_copying_is_scored_on_the_frames_that_were_reached(self):
-        metrics = imagination_metrics(scored([True, False], [0.0, 0.0]))
-        assert metrics["reconstruction/copy_mse"] == pytest.approx(((0.04 + 0.16) / 2 + 0.04) / 2)
+    def test_error_of_copying(self):
+        rollout = scored([True, False], [0.0, 0.0])
+        assert imagination_metrics(rollout)["reconstruction/copy_mse"] == pytest.approx(0.07)
+        rollout["next", "reward_rec_mask"][0] = False
+        assert imagination_metrics(rollout)["reconstruction/copy_mse"] == pytest.approx((0.04 + 0.1 + 0.04) / 3)
 
     def test_correlation_with_success(self):
         success, reward = [True, True, False, False, False], [-1.0, -2.0, -2.5, -4.0, -3.0]

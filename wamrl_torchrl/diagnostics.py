@@ -45,27 +45,19 @@ def imagination_metrics(rollout: TensorDictBase) -> dict[str, float]:
     """How the reconstruction reward of scored whole episodes [M] relates to copying and to success.
 
     Returns:
-        ``copy_mse``, the error of predicting that nothing moves, on the frames that were scored, pixels in [0, 1], to
-        be compared with ``mse``; ``success_correlation``, the point-biserial correlation of an episode's mean reward
-        with its success (absent if all episodes ended alike), and ``correlation_episodes``, its n. Nothing if no
-        decision was scored.
+        ``copy_mse``, the error of predicting that nothing moves, to be compared with ``mse``; ``success_correlation``,
+        the point-biserial correlation of an episode's mean reward with its success (absent if all episodes ended
+        alike), and ``correlation_episodes``, its n. Nothing if no decision was scored.
     """
     mask = rollout.get(schema.REWARD_REC_MASK).squeeze(-1)
     if not bool(mask.any()):
         return {}
-    valid = rollout.get(("next", schema.FUTURE_MASK))[mask]
-    frames, image = rollout.get(("next", schema.FUTURE_FRAMES)), rollout.get(schema.IMAGE)
-    # Offset by offset: both frames of all decisions as floats would be gigabytes.
-    errors = [
-        (frames[mask, offset].float() - image[mask].float()).div_(255).square_().mean((1, 2, 3))
-        for offset in range(valid.shape[1])
-    ]
-    copied = (torch.stack(errors, 1) * valid).sum(1) / valid.sum(1)
-    metrics = {"reconstruction/copy_mse": float(copied.mean())}
+    copied = rollout.get(schema.REWARD_REC_COPY).squeeze(-1)[mask]
+    metrics = {"reconstruction/copy_mse": -float(copied.mean())}
 
     episode, row = rollout.get(schema.EPISODE_ID).squeeze(-1).unique(return_inverse=True)
     zeros = torch.zeros(len(episode), dtype=torch.float64)
-    raw = rollout.get(("next", "reward_rec_raw")).squeeze(-1).double() * mask
+    raw = rollout.get(schema.REWARD_REC_RAW).squeeze(-1).double() * mask
     count = zeros.index_add(0, row, mask.double())
     reward = (zeros.index_add(0, row, raw) / count)[count > 0]
     success = zeros.index_add(0, row, rollout.get(("next", schema.SUCCESS)).squeeze(-1).double())[count > 0]

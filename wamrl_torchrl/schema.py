@@ -52,6 +52,8 @@ INVALID = "invalid"  # the simulator was lost in this step: the episode is void,
 # Written by the learner.
 REWARD_REC: NestedKey = ("next", "reward_rec")
 REWARD_REC_MASK: NestedKey = ("next", "reward_rec_mask")
+REWARD_REC_RAW: NestedKey = ("next", "reward_rec_raw")  # before its scale is taken out
+REWARD_REC_COPY: NestedKey = ("next", "reward_rec_copy")  # what a copy of the decision's picture would have had
 RETURN = "return"
 ADVANTAGE = "advantage"
 
@@ -91,7 +93,7 @@ MACRO_STEP: dict[NestedKey, tuple[torch.dtype, tuple[int | str, ...]]] = {
     ("next", "done"): (torch.bool, (1,)),
     ("next", "terminated"): (torch.bool, (1,)),
     ("next", "truncated"): (torch.bool, (1,)),
-    REWARD_REC: (torch.float32, (1,)),
+    **dict.fromkeys((REWARD_REC, REWARD_REC_RAW, REWARD_REC_COPY), (torch.float32, (1,))),
     REWARD_REC_MASK: (torch.bool, (1,)),
     RETURN: (torch.float32, (1,)),
     ADVANTAGE: (torch.float32, (1,)),

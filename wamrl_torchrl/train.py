@@ -192,7 +192,7 @@ def rollout_metrics(rollout: TensorDictBase) -> dict[str, float]:
 
 def reconstruction_metrics(rollout: TensorDictBase) -> dict[str, float]:
     """Mean squared error of imagination, over all decisions and by the outcome of their episode."""
-    error = -rollout.get(("next", "reward_rec_raw")).squeeze(-1)
+    error = -rollout.get(schema.REWARD_REC_RAW).squeeze(-1)
     mask = rollout.get(schema.REWARD_REC_MASK).squeeze(-1)
     ids = rollout.get(schema.EPISODE_ID).squeeze(-1)
     won = torch.isin(ids, ids[rollout.get(("next", schema.SUCCESS)).squeeze(-1)])

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.conftest import make_policy, make_record
+from tests.conftest import make_policy, make_record, randomize_adapters
 from wamrl_torchrl import schema
 from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora
 from wamrl_torchrl.modules.trainable import video_parameters
@@ -24,7 +24,7 @@ class TestScore:
         record = make_record(policy, 6)
         record["next", schema.FUTURE_MASK] = torch.tensor([[1, 1], [1, 0], [0, 0]] * 2, dtype=torch.bool)
         reward = make_reward(policy)
-        raw, mask = reward.score(record)
+        raw, mask, _ = reward.score(record)
         imagined = (policy.model.decode_frames(reward.imagine(record), (4, 8)).clamp(-1, 1) + 1) / 2
         real = record["next", schema.FUTURE_FRAMES].float() / 255
         error = (imagined - real).square().mean((2, 3, 4))
@@ -38,7 +38,7 @@ class TestScore:
         frames = (policy.model.decode_frames(reward.imagine(record), (4, 8)).clamp(-1, 1) + 1) / 2
         record["next", schema.FUTURE_FRAMES] = (frames * 255).round().to(torch.uint8)
         record["next", schema.FUTURE_MASK] = torch.ones(3, 2, dtype=torch.bool)
-        raw, _ = reward.score(record)
+        raw, *_ = reward.score(record)
         assert -1e-5 < float(raw.min()) <= float(raw.max()) <= 0
 
     def test_micro_batches_change_nothing(self, policy):
@@ -68,12 +68,90 @@ class TestScore:
         assert torch.equal(make_reward(policy).score(record)[0], fresh)
         assert not torch.equal(make_reward(policy, imagination="live").score(record)[0], fresh)
 
+    def test_a_copy_of_the_picture_is_scored_on_the_frames_that_were_reached(self, policy):
+        record = make_record(policy, 3)
+        image = record["observation", "image"].fill_(0)
+        record["next", schema.FUTURE_FRAMES] = torch.stack((image + 51, image + 102), 1)
+        record["next", schema.FUTURE_MASK] = torch.tensor([[1, 1], [1, 0], [0, 0]], dtype=torch.bool)
+        copied = make_reward(policy).score(record).copied.squeeze(-1)
+        torch.testing.assert_close(copied, -torch.tensor([(0.04 + 0.16) / 2, 0.04, 0.0]))
+
+    def test_average_starts_at_the_adapters_and_follows_them(self):
+        policy = make_policy()
+        add_video_lora(policy.model, VideoLoRA(rank=4))
+        record = make_record(policy, 3)
+        live, average = (make_reward(policy, imagination=kind, ema_decay=0.5) for kind in ("live", "ema"))
+        start = live.score(record).raw
+        assert torch.equal(average.score(record).raw, start)
+        parameters = video_parameters(policy.model)
+        before = [parameter.detach().clone() for parameter in parameters]
+        randomize_adapters(policy.model)
+        moved = [parameter.detach().clone() for parameter in parameters]
+        assert torch.equal(average.score(record).raw, start)
+        average.follow()
+        got = average.score(record).raw
+        assert all(map(torch.equal, parameters, moved))  # scoring leaves the adapters as they are
+        state = average.get_extra_state()
+        with torch.no_grad():
+            for parameter, old, new in zip(parameters, before, moved, strict=True):
+                parameter.copy_(old.lerp(new, 0.5))
+        torch.testing.assert_close(got, live.score(record).raw)
+        restored = make_reward(policy, imagination="ema")
+        restored.set_extra_state(state)
+        randomize_adapters(policy.model)
+        assert torch.equal(restored.score(record).raw, got)
+
+    def test_motion_weight_looks_where_something_moved(self, policy):
+        record = make_record(policy, 2)
+        image = record["observation", "image"]
+        frames = image[:, None].expand(-1, 2, -1, -1, -1).clone()
+        frames[..., 32:, :] = 255 - frames[..., 32:, :]  # the lower half changes
+        record["next", schema.FUTURE_FRAMES] = frames
+        record["next", schema.FUTURE_MASK] = torch.ones(2, 2, dtype=torch.bool)
+        plain, moving = (make_reward(policy, motion_weight=weight) for weight in (0.0, 1.0))
+        imagined = (policy.model.decode_frames(plain.imagine(record), (4, 8)).clamp(-1, 1) + 1) / 2
+        real = frames.float() / 255
+        motion = (real - image[:, None].float() / 255).abs().mean(2)
+        expected = (imagined - real).square().mean(2) * motion / motion.mean((-2, -1), keepdim=True)
+        assert float(motion[..., :32, :].max()) == 0
+        torch.testing.assert_close(moving.score(record).raw, -expected.flatten(1).mean(-1, keepdim=True))
+        half = make_reward(policy, motion_weight=0.5).score(record).raw
+        torch.testing.assert_close(half, (plain.score(record).raw + moving.score(record).raw) / 2)
+
+    def test_motion_weight_of_a_still_scene_is_finite(self, policy):
+        record = make_record(policy, 2)
+        record["next", schema.FUTURE_FRAMES] = record["observation", "image"][:, None].expand(-1, 2, -1, -1, -1)
+        score = make_reward(policy, motion_weight=1.0).score(record)
+        assert score.raw.tolist() == score.copied.tolist() == [[0.0], [0.0]]
+
+    def test_latents_are_those_of_single_pictures(self, policy):
+        record = make_record(policy, 2)
+        record["next", schema.FUTURE_MASK] = torch.ones(2, 2, dtype=torch.bool)
+        reward, codec = make_reward(policy, space="latents"), policy.model.codec
+        imagined = policy.model.decode_frames(reward.imagine(record), (4, 8)).clamp(-1, 1)
+        errors = [
+            (codec.encode(imagined[:, i, :, None]) - codec.encode(record["next", schema.FUTURE_FRAMES][:, i, :, None]))
+            .square()
+            .flatten(1)
+            .mean(-1)
+            for i in range(2)
+        ]
+        torch.testing.assert_close(reward.score(record).raw.squeeze(-1), -(errors[0] + errors[1]) / 2)
+
     def test_needs_the_environments_offsets(self, policy):
         with pytest.raises(ValueError, match="frame_offsets"):
             make_reward(policy, frame_offsets=(4, 8, 12)).score(make_record(policy, 2))
 
     @pytest.mark.parametrize(
-        ("options", "name"), [({"imagination": "ema"}, "'ema'"), ({"batch_size": 0}, "batch_size")]
+        ("options", "name"),
+        [
+            ({"imagination": "dreamt"}, "'dreamt'"),
+            ({"space": "sounds"}, "'sounds'"),
+            ({"batch_size": 0}, "batch_size"),
+            ({"ema_decay": 1.5}, "ema_decay"),
+            ({"motion_weight": -0.1}, "motion_weight"),
+            ({"motion_weight": 0.5, "space": "latents"}, "weights pixels"),
+        ],
     )
     def test_bad_options(self, policy, options, name):
         with pytest.raises(ValueError, match=name):
@@ -103,7 +181,7 @@ class TestNormaliser:
     def test_state_dict_round_trip(self, policy):
         first, second = make_reward(policy), make_reward(policy)
         first.inv(make_record(policy, 6, 0))
-        assert len(first.state_dict()) == 3, "the model is no part of the state"
+        assert set(first.state_dict()) == {"count", "mean", "square_sum", "_extra_state"}  # and no model
         second.load_state_dict(first.state_dict())
         record = make_record(policy, 6, 1)
         key = schema.REWARD_REC

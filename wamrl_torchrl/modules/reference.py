@@ -33,6 +33,22 @@ class ReferenceActor:
             self._exchange()
 
     @torch.no_grad()
+    def follow(self, decay: float) -> None:
+        """Move the reference towards the parameters as they are: it keeps a share ``decay`` of itself."""
+        for parameter, value in zip(self._parameters, self._values, strict=True):
+            value.lerp_(parameter.detach().to(value.device), 1 - decay)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The reference's values, by their place in the list of parameters."""
+        return {str(index): value for index, value in enumerate(self._values)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore :meth:`state_dict`."""
+        for index, value in enumerate(self._values):
+            value.copy_(state[str(index)])
+
+    @torch.no_grad()
     def _exchange(self) -> None:
         for index, parameter in enumerate(self._parameters):
             parameter.data, self._values[index] = self._values[index].to(parameter.device), parameter.data

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wamrl_torchrl.precision import FixedBuffers
@@ -184,9 +185,9 @@ class _BlockTransform(FixedBuffers):
         """[B,3,G*t,H,W] -> float32 [B,48,G,H/16,W/16]."""
         size = Codec.spatial_stride
         blocks = frames.unflatten(4, (-1, size)).unflatten(3, (-1, size)).unflatten(2, (-1, self.frames))
-        blocks = blocks.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4)
-        blocks = blocks.float() / 127.5 - 1 if frames.dtype == torch.uint8 else blocks.float()
-        return ((blocks @ self.atoms.mT - self.offset) / self.scale).permute(0, 4, 1, 2, 3)
+        blocks = blocks.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4)  # rearranged while they are bytes
+        blocks = blocks.float().div_(127.5).sub_(1) if frames.dtype == torch.uint8 else blocks.float()
+        return F.linear(blocks, self.atoms / self.scale[:, None], -self.offset / self.scale).permute(0, 4, 1, 2, 3)
 
     def synthesise(self, latents: Tensor) -> Tensor:
         """[B,48,G,h,w] -> float32 [B,3,G*t,16h,16w]."""
