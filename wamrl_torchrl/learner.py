@@ -1,10 +1,10 @@
-"""The two updates of an iteration, each with its own parameters, optimiser and clipping."""
+"""The updates of an iteration, each with its own parameters, optimiser and clipping."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -12,16 +12,19 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torchrl.data import ReplayBuffer
+from torchrl.objectives.utils import distance_loss
 
 from wamrl_torchrl import schema
-from wamrl_torchrl.config import AlgoConfig
+from wamrl_torchrl.config import AlgoConfig, CriticConfig
 from wamrl_torchrl.data.episodes import EpisodeStore
 from wamrl_torchrl.modules.fastwam.model import FastWAM
 from wamrl_torchrl.modules.policy import FlowPolicy
 from wamrl_torchrl.modules.reference import ReferenceActor
 from wamrl_torchrl.modules.trainable import actor_parameters, video_parameters
+from wamrl_torchrl.modules.value import STATE_VALUE, VALUE_FEATURES, ValueHead
 from wamrl_torchrl.objectives import FeatureKLLoss, FlowNFTLoss, FlowPPOLoss, VideoSFTLoss, WeightedFlowLoss
 from wamrl_torchrl.objectives.common import ActorLoss
+from wamrl_torchrl.objectives.transforms.actor_critic import VALUE_TARGET
 from wamrl_torchrl.policy_change import PolicyChange
 from wamrl_torchrl.self_imitation import SuccessReplay
 
@@ -99,13 +102,22 @@ class ActorUpdate:
             for group in self.optimizer.param_groups:
                 group["lr"] = first + min(1.0, progress) * (last - first)
 
-    def __call__(self, buffer: ReplayBuffer, replay: SuccessReplay | None = None) -> dict[str, float]:
+    def __call__(
+        self,
+        buffer: ReplayBuffer,
+        replay: SuccessReplay | None = None,
+        *,
+        beside: Callable[[], None] | None = None,
+    ) -> dict[str, float]:
         """Run the epochs; ends early once the KL passes ``target_kl``. Returns means for the log.
 
         Args:
             buffer: the iteration's records with advantages; with ``self_imitation`` only the policy's change is
                 measured on them.
             replay: what is imitated, if the options ask for it.
+
+        Keyword Args:
+            beside: called after every step, as joint training steps the video expert.
         """
         config, means, steps = self.config, RunningMean(), 0
         change = PolicyChange(self.policy, buffer.storage[: len(buffer)])
@@ -120,6 +132,8 @@ class ActorUpdate:
                 means.add(out.set("grad_norm", norm))
                 epoch_kl += [out["kl_approx"]] if "kl_approx" in self.loss.out_keys else []
                 steps += 1
+                if beside is not None:
+                    beside()
             if config.target_kl is not None:
                 kl = float(torch.stack(epoch_kl).mean()) if epoch_kl else change.read()["kl"]
                 if kl > config.target_kl:
@@ -192,15 +206,53 @@ class VideoUpdate:
         """Run the steps. Returns means for the log."""
         means = RunningMean()
         for _ in range(self.config.video_steps):
-            batch = self._windows(online, demos)
-            out = self.sft(batch).update(self.feature_kl(batch))
-            loss = out["loss_video"] + self.config.feature_kl * out["loss_feature_kl"]
-            self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            norm = clip_grad_norm_(self.parameters, self.config.grad_clip)
-            self.optimizer.step()
-            means.add(out.set("grad_norm", norm))
+            means.add(self.step(online, demos))
         return means.read("video")
+
+    def step(self, online: EpisodeStore, demos: EpisodeStore | None) -> TensorDictBase:
+        """Take one step. Returns its losses and diagnostics."""
+        batch = self._windows(online, demos)
+        out = self.sft(batch).update(self.feature_kl(batch))
+        loss = out["loss_video"] + self.config.feature_kl * out["loss_feature_kl"]
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = clip_grad_norm_(self.parameters, self.config.grad_clip)
+        self.optimizer.step()
+        return out.set("grad_norm", norm)
+
+
+class ValueUpdate:
+    """Regression of the value head on the value targets of an iteration.
+
+    Args:
+        head: the value head.
+        config: options.
+    """
+
+    def __init__(self, head: ValueHead, config: CriticConfig) -> None:
+        self.head = head
+        self.config = config
+        self.optimizer = torch.optim.AdamW(head.parameters(), lr=config.lr, weight_decay=0.0)
+
+    def __call__(self, records: TensorDictBase) -> dict[str, float]:
+        """Run the epochs over records [M] with features, values and targets.
+
+        Returns:
+            the mean loss, and the share of the targets' variance that the values explained before the first step.
+        """
+        means, device = RunningMean(), self.head.head[0].weight.device
+        data = records.select(VALUE_FEATURES, STATE_VALUE, VALUE_TARGET).to(device)
+        value, target = data.get(STATE_VALUE), data.get(VALUE_TARGET)
+        explained = 1 - (target - value).var(correction=0) / target.var(correction=0).clamp(min=1e-8)
+        for _ in range(self.config.epochs):
+            for batch in data[torch.randperm(len(data))].split(self.config.batch_size):
+                predicted = self.head(batch.select(VALUE_FEATURES)).get(STATE_VALUE)
+                loss = distance_loss(predicted, batch.get(VALUE_TARGET), "l2").mean()
+                self.optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                self.optimizer.step()
+                means.add(TensorDict({"loss": loss}))
+        return {**means.read("critic"), "critic/explained_variance": float(explained)}
 
 
 def normalize_windows(windows: TensorDict, policy: FlowPolicy) -> TensorDict:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -16,11 +15,11 @@ from torch import Tensor
 from torchrl._utils import timeit
 from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
 from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
-from torchrl.envs import TransformedEnv
+from torchrl.envs import Compose, Transform, TransformedEnv
 from torchrl.record.loggers import CSVLogger, TensorboardLogger
 
 from wamrl_torchrl import schema
-from wamrl_torchrl.build import EnvFactory, fit_policy, frame_offsets, task_ids
+from wamrl_torchrl.build import EnvFactory, fit_policy, frame_offsets, horizon, task_ids
 from wamrl_torchrl.collectors.collect import make_collector
 from wamrl_torchrl.config import RunConfig
 from wamrl_torchrl.data.analysis import Rate
@@ -29,16 +28,17 @@ from wamrl_torchrl.data.starts import StartStates
 from wamrl_torchrl.demos import MAX_ENV_SEED, make_demo_env, make_demonstrations
 from wamrl_torchrl.diagnostics import Watch
 from wamrl_torchrl.envs.episodes import EpisodePlan
-from wamrl_torchrl.learner import ActorUpdate, ParameterWatch, VideoUpdate, is_half
+from wamrl_torchrl.learner import ActorUpdate, ParameterWatch, ValueUpdate, VideoUpdate, is_half
 from wamrl_torchrl.modules.checkpoint import CONFIG_FILE, load_policy, save_policy
 from wamrl_torchrl.modules.lora import add_video_lora
 from wamrl_torchrl.modules.policy import FlowPolicy
 from wamrl_torchrl.modules.trainable import set_actor_training
-from wamrl_torchrl.objectives.transforms import GroupAdvantage, ReconstructionReward
+from wamrl_torchrl.modules.value import ValueHead
+from wamrl_torchrl.objectives.transforms import CriticAdvantage, GroupAdvantage, ReconstructionReward
 from wamrl_torchrl.pretrain import pretrain
 from wamrl_torchrl.report import metric_table
+from wamrl_torchrl.run_state import OwnBuffers, StoredEpisodes, TrainedWeights
 from wamrl_torchrl.self_imitation import SuccessReplay
-from wamrl_torchrl.tensor_files import check_tensors
 
 
 class Start(NamedTuple):
@@ -187,24 +187,45 @@ class Run:
             num_steps=config.algo.imagination_steps,
             shift=config.algo.imagination_shift,
             imagination=config.algo.imagination,  # type: ignore[arg-type]
+            ema_decay=config.algo.imagination_decay,
+            space=config.algo.reward_space,  # type: ignore[arg-type]
+            motion_weight=config.algo.motion_weight,
             frame_offsets=frame_offsets(config.env),
             seed=config.seed,
         )
+        weight_task, weight_rec = config.algo.reward_weights
         self.advantage = GroupAdvantage(
             config.algo.group_size,
-            weight_task=config.algo.weight_task,
-            weight_rec=config.algo.weight_rec,
+            weight_task=weight_task,
+            weight_rec=weight_rec,
             normalize=config.algo.normalize_advantage,
+            drop_degenerate=config.algo.advantage == "group",
         )
-        self.plan = EpisodePlan()
+        self.value_update: ValueUpdate | None = None
+        self.on_writing: Transform = self.advantage
+        if config.algo.advantage == "gae":
+            critic, limits = config.algo.critic, horizon(config.env)
+            decisions = -(-(limits if isinstance(limits, int) else max(limits)) // config.env.replan_steps)
+            head = ValueHead(policy.model, hidden=critic.hidden, horizon=decisions).to(policy.device)
+            self.value_update = ValueUpdate(head, critic)
+            estimate = CriticAdvantage(
+                head,
+                gamma=critic.gamma,
+                lmbda=critic.lmbda,
+                weight_task=weight_task,
+                weight_rec=weight_rec,
+                normalize=critic.normalize,
+            )
+            self.on_writing = Compose(estimate, self.advantage)  # on writing the last one goes first
         self.diagnosis = Watch(config.diagnostics)
+        self.plan = EpisodePlan()
 
     def make_buffer(self, rows: int) -> TensorDictReplayBuffer:
         """An iteration's buffer; it computes advantages when the rollout is written to it."""
         return TensorDictReplayBuffer(
             storage=LazyTensorStorage(rows),  # allocates all its rows at once
             sampler=SamplerWithoutReplacement(),
-            transform=self.advantage,
+            transform=self.on_writing,
             batch_size=self.config.algo.minibatch_size,
         )
 
@@ -257,7 +278,11 @@ class Run:
     def _open_checkpoint(self) -> Path | None:
         """Bind what a checkpoint holds and restore the latest one, if any and asked for; returns its path."""
         self._rotation = CheckpointRotation(self.directory / "checkpoints", keep_last=self.config.logger.checkpoints)
+        critic = {}
+        if self.value_update is not None:
+            critic = {"value_head": self.value_update.head, "value_optimizer": self.value_update.optimizer}
         self._checkpoint = Checkpoint(
+            **critic,
             policy=TrainedWeights(self.policy),
             actor_optimizer=self.actor_update.optimizer,
             video_optimizer=self.video_update.optimizer,
@@ -333,16 +358,16 @@ class Run:
             self.seconds[phase] += seconds
         return times
 
-    def expect_changed(self, part: str) -> None:
-        """Make sure that an update changed its own parameters and no others, and say so.
+    def expect_changed(self, *parts: str) -> None:
+        """Make sure that an update changed its own parts of the model and no others, and say so.
 
         Raises:
             RuntimeError: anything else changed.
         """
         changed = self.watch.changed()
-        if changed - {part}:
-            raise RuntimeError(f"the update may change {part} only, it changed {sorted(changed)}")
-        self.console.print(f"  updated: {part if changed else 'nothing (learning rate 0?)'}")
+        if changed - set(parts):
+            raise RuntimeError(f"the update may change {' and '.join(parts)} only, it changed {sorted(changed)}")
+        self.console.print(f"  updated: {', '.join(sorted(changed)) or 'nothing (learning rate 0?)'}")
 
 
 class PolicyFactory:
@@ -355,92 +380,3 @@ class PolicyFactory:
     def __call__(self) -> FlowPolicy:
         """Load the policy onto the learner's kind of device."""
         return load_policy(self.directory, device=self.device)
-
-
-class StoredEpisodes:
-    """Checkpoint component of an episode store."""
-
-    def __init__(self, store: EpisodeStore) -> None:
-        self._store = store
-
-    def dump(self, path: Path) -> None:
-        """Write the episodes below ``path``."""
-        if len(self._store):
-            self._store.save(path / "episodes")
-
-    def load(self, path: Path) -> None:
-        """Add the episodes below ``path``."""
-        if (path / "episodes").exists():
-            for episode in EpisodeStore.load(path / "episodes"):
-                self._store.add(episode)
-
-
-class TrainedWeights:
-    """State of what a run trains of its policy; the frozen rest, most of a big model, is where the run started from.
-
-    Of the frozen rest a fingerprint is kept, so that a run is not continued on other weights.
-    """
-
-    def __init__(self, policy: FlowPolicy) -> None:
-        self._policy = policy
-
-    def _fingerprint(self) -> list[float]:
-        """Sums, magnitudes and squares of all that is not trained, statistics and contexts included."""
-        frozen = [p for p in self._policy.parameters() if not p.requires_grad]
-        frozen += [b for name, b in self._policy.named_buffers() if name != "version" and b.is_floating_point()]
-        sums = [torch.stack((t.double().sum(), t.double().abs().sum(), t.double().square().sum())) for t in frozen]
-        return torch.stack(sums).sum(0).tolist()
-
-    def _options(self) -> dict[str, Any]:
-        model = self._policy.model
-        parts = {"lora": model.lora, "actor": model.actor_training}
-        return {name: None if part is None else asdict(part) for name, part in parts.items()}
-
-    def _tensors(self) -> dict[str, Tensor]:
-        trained = {name: p.detach() for name, p in self._policy.named_parameters() if p.requires_grad}
-        return {**trained, "version": self._policy.version}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Trainable parameters and the version, and what the rest was."""
-        described = json.dumps({"options": self._options(), "frozen": self._fingerprint()})
-        return {"tensors": self._tensors(), "described": described}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`.
-
-        Raises:
-            ValueError: the checkpoint was made with other trained parts or adapters, or on other frozen weights.
-        """
-        described, own = json.loads(state["described"]), self._tensors()
-        if described["options"] != json.loads(json.dumps(self._options())):
-            raise ValueError(
-                f"the checkpoint was made with {described['options']}, this run has {self._options()}: model.lora and "
-                "model.actor must stay as they were"
-            )
-        check_tensors(own, state["tensors"], "the checkpoint", what="what this run trains")
-        before, now = described["frozen"], self._fingerprint()
-        if any(abs(a - b) > 1e-9 * before[1] for a, b in zip(before[:2], now[:2], strict=True)) or not math.isclose(
-            before[2], now[2], rel_tol=1e-9
-        ):
-            raise ValueError(
-                "the checkpoint was made on other frozen weights, statistics or contexts than this run has: was the "
-                "policy at model.policy replaced, or model.contexts?"
-            )
-        for name, tensor in own.items():
-            tensor.copy_(state["tensors"][name])
-
-
-class OwnBuffers:
-    """State of a loss module without the model it refers to, which is saved once elsewhere."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The module's own buffers."""
-        return dict(self._module.named_buffers(recurse=False))
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore :meth:`state_dict`."""
-        for name, buffer in self._module.named_buffers(recurse=False):
-            buffer.copy_(state[name])

@@ -25,7 +25,7 @@ from wamrl_torchrl.data.episodes import episodes_from_rollout
 from wamrl_torchrl.diagnostics import group_metrics, imagination_metrics
 from wamrl_torchrl.envs.libero import LiberoEnv
 from wamrl_torchrl.evaluate import episode_frames, evaluate, success_rate, task_rates, total_rate
-from wamrl_torchrl.learner import is_half, parity, recompute_log_probs, shuffle_advantages
+from wamrl_torchrl.learner import RunningMean, is_half, parity, recompute_log_probs, shuffle_advantages
 from wamrl_torchrl.modules.checkpoint import load_policy, save_policy
 from wamrl_torchrl.protocol import eval_conditions, protocol_env
 from wamrl_torchrl.report import metric_table, plot_curves, progress_bar, write_video
@@ -66,52 +66,77 @@ def train(config: RunConfig, console: Console) -> dict[str, Rate]:
 
 
 def run_iteration(run: Run) -> dict[str, float]:
-    """One iteration: collect, score, update the actor, then the video expert, and hand out the new weights."""
+    """One iteration: collect, score, update the actor and the video expert, and hand out the new weights."""
     algo, policy = run.config.algo, run.policy
     with timeit("collect"):
         rollout = collect(run)
     metrics = rollout_metrics(rollout) | check_parity(run, rollout)
-    if algo.weight_rec:
+    if algo.reward_weights[1]:
         with timeit("reconstruction"):
             rollout = run.reconstruction.inv(rollout)
         metrics |= reconstruction_metrics(rollout) | imagination_metrics(rollout)
-
-    if algo.mode != "video_only":
-        with timeit("actor"):
-            buffer = run.make_buffer(len(rollout))
-            # What the actor does not read, most of the bytes, is not copied.
-            records = rollout.exclude(*(("next", key) for key in (schema.FUTURE_FRAMES, schema.SIM_STATES)))
-            run.actor_update.loss.prepare(records, batch_size=algo.minibatch_size)
-            buffer.extend(records)  # adds returns and advantages, drops groups that agree in success
-            assert run.advantage.report is not None
-            metrics |= group_metrics(run.advantage.report, algo.group_size)
-            if run.actor_update.imitates:
-                run.replay.add(rollout, shuffled=algo.shuffle_advantages)
-            run.actor_update.anneal((run.iteration - 1) / max(1, algo.iterations - 1))
-            if len(buffer):
-                kept = buffer.storage[: len(buffer)]
-                if is_half(policy):
-                    recompute_log_probs(policy, kept, batch_size=algo.minibatch_size)
-                if algo.shuffle_advantages:
-                    shuffle_advantages(kept)
-                metrics |= run.actor_update(buffer, run.replay)
-                run.expect_changed("action_expert")
-
-    if run.config.logger.rollouts:
-        rollout.memmap(run.directory / "rollouts" / f"{run.iteration:04d}")
     if algo.mode != "actor_only":
         for episode in video_episodes(run, rollout):
             run.successes.add(episode)
-    if algo.mode != "actor_only" and run.iteration % algo.video_every == 0:
-        if len(run.successes) >= algo.video_min_episodes:
+
+    if algo.mode != "video_only":
+        with timeit("actor"):
+            metrics |= update_actor(run, rollout)
+    if run.config.logger.rollouts:
+        rollout.memmap(run.directory / "rollouts" / f"{run.iteration:04d}")
+    if video_is_due(run):
+        if "video/loss_video" not in metrics:  # else done beside the actor
             with timeit("video"):
                 metrics |= run.video_update(run.successes, run.demos)
-                run.expect_changed("adapters")
+            run.expect_changed("adapters")
+        run.reconstruction.follow()
+    if algo.mode != "actor_only":
         metrics["video/episodes"] = float(len(run.successes))
 
     with timeit("push"):
         push_weights(run.collector, policy)
     return metrics
+
+
+def update_actor(run: Run, rollout: TensorDictBase) -> dict[str, float]:
+    """Write the rollout to a buffer, which adds advantages, and train the actor (and the critic) on it."""
+    algo, policy = run.config.algo, run.policy
+    buffer = run.make_buffer(len(rollout))
+    # What the actor does not read, most of the bytes, is not copied.
+    records = rollout.exclude(*(("next", key) for key in (schema.FUTURE_FRAMES, schema.SIM_STATES)))
+    run.actor_update.loss.prepare(records, batch_size=algo.minibatch_size)
+    buffer.extend(records)  # adds returns and advantages, drops groups that agree in success
+    assert run.advantage.report is not None
+    metrics = group_metrics(run.advantage.report, algo.group_size)
+    if run.actor_update.imitates:
+        run.replay.add(rollout, shuffled=algo.shuffle_advantages)
+    run.actor_update.anneal((run.iteration - 1) / max(1, algo.iterations - 1))
+    if not len(buffer):
+        return metrics
+    kept = buffer.storage[: len(buffer)]
+    if is_half(policy):
+        recompute_log_probs(policy, kept, batch_size=algo.minibatch_size)
+    if run.value_update is not None:
+        metrics |= run.value_update(kept)
+    if algo.shuffle_advantages:
+        shuffle_advantages(kept)
+    if algo.mode != "joint" or not video_is_due(run):
+        metrics |= run.actor_update(buffer, run.replay)
+        run.expect_changed("action_expert")
+        return metrics
+    video = RunningMean()
+    metrics |= run.actor_update(
+        buffer, run.replay, beside=lambda: video.add(run.video_update.step(run.successes, run.demos))
+    )
+    run.expect_changed("action_expert", "adapters")
+    return metrics | video.read("video")
+
+
+def video_is_due(run: Run) -> bool:
+    """Whether the video expert is trained in this iteration."""
+    algo = run.config.algo
+    due = algo.mode != "actor_only" and run.iteration % algo.video_every == 0
+    return due and len(run.successes) >= algo.video_min_episodes
 
 
 def collect(run: Run) -> TensorDictBase:

@@ -48,8 +48,8 @@ class ReconstructionReward(Transform):
 
     A still background dominates the error of pixels: ``motion_weight`` w weights a pixel by ``1 - w + w * m / mean(m)``
     with m the change of the real picture since the decision there (mean over colours), so that w = 1 looks at what
-    moved alone. In ``space="latents"`` both frames pass the codec's encoder first, each as a picture of its own, and the
-    error is that of their latents: of textures and edges at the codec's scales instead of pixels.
+    moved alone. In ``space="latents"`` both frames pass the codec's encoder first, each as a picture of its own, and
+    the error is that of their latents: of textures and edges at the codec's scales instead of pixels.
 
     Writes ``("next","reward_rec")`` float32 [B,1] (normalised, 0 where masked), ``("next","reward_rec_raw")``,
     ``("next","reward_rec_mask")`` bool [B,1] and, for comparison, ``("next","reward_rec_copy")``: the raw reward that
@@ -166,7 +166,7 @@ class ReconstructionReward(Transform):
         return {} if self.average is None else self.average.state_dict()
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`get_extra_state`; an average that begins with this run starts from the adapters as they are."""
+        """Restore :meth:`get_extra_state`; an average without a past starts from the adapters as they are."""
         if self.average is not None and state:
             self.average.load_state_dict(state)
 
@@ -176,7 +176,8 @@ class ReconstructionReward(Transform):
         real, now = part.get(("next", schema.FUTURE_FRAMES)), part.get(schema.IMAGE)[:, None]
         if self.space == "latents":
             target = self._encode(real)
-            return tuple((self._encode(x) - target).square().flatten(2).mean(-1) for x in (imagined, now))
+            errors = [(self._encode(x) - target).square() for x in (imagined, now)]
+            return errors[0].flatten(2).mean(-1), errors[1].flatten(2).mean(-1)
         real, now = real.float() / 255, now.float() / 255
         errors = [(x - real).square().mean(2) for x in ((imagined + 1) / 2, now)]
         if self.motion_weight:
