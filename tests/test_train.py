@@ -163,6 +163,26 @@ class TestModes:
         assert [key for key in start if key in end and not torch.equal(start[key], end[key])] == ["version"]
         assert scalars(tmp_path / "run", "actor/clip_fraction") == {1: 0.0}
 
+    def test_joint_training_with_a_critic_resumes_bit_for_bit(self, tmp_path, console):
+        options = ("algo.mode=joint", "algo.advantage=gae", "algo.imagination=ema", "algo.critic.epochs=1")
+        train(load(tmp_path / "whole", *options), console)
+        train(load(tmp_path / "parts", *options, "algo.iterations=1"), console)
+        train(load(tmp_path / "parts", *options, "resume=true"), console)
+        start, whole = tensors(tmp_path / "whole" / "start"), tensors(tmp_path / "whole" / "policy")
+        parts = tensors(tmp_path / "parts" / "policy")
+        assert [key for key, value in whole.items() if not torch.equal(value, parts[key])] == []
+        moved = {key for key in start if key in whole and not torch.equal(start[key], whole[key])}
+        assert any("mixtures.action" in key for key in moved)
+        assert any("lora_B" in key and value.abs().sum() > 0 for key, value in whole.items())
+        # Every group is kept, and a video step goes with each of the actor's.
+        assert scalars(tmp_path / "whole", "actor/steps")[1] > 0
+        for name in ("critic/loss", "critic/explained_variance", "video/loss_video", "video/feature_drift"):
+            assert set(scalars(tmp_path / "whole", name)) == {1, 2}, name
+
+    def test_reward_names_its_parts(self, tmp_path, console):
+        train(load(tmp_path / "run", "algo.reward=task", "algo.iterations=1"), console)
+        assert not (tmp_path / "run" / "metrics" / "scalars" / "reconstruction").exists()
+
     def test_starts_from_a_given_policy(self, finished, tmp_path, console):
         options = (f"model.policy={finished / 'policy'}", "algo.curriculum.fraction=0", "algo.iterations=1")
         before = tensors(finished / "policy")
