@@ -46,7 +46,7 @@ class EnvConfig:
 class ModelConfig:
     """The model and what of it is trained."""
 
-    preset: str = "tiny"
+    preset: str = "tiny"  # or small; libero is the size of the released weights, which model.policy then gives
     policy: str | None = None  # directory of a saved policy to start from; demonstrations and pre-training if null
     vae: str | None = None  # where the Wan VAE of an imported policy is, if it has moved
     contexts: str | None = None  # context cache (wamrl-context build); hashed words if null, or the policy's own
@@ -83,6 +83,8 @@ class PretrainConfig:
     grad_clip: float = 1.0
     action_idm_prob: float = 0.0  # share of action examples that see the real video; above 0 the policy knows idm mode
     video_cond_noise_prob: float = 0.0  # share of those videos that are noised
+    validation: float = 0.05  # share of the demonstrations held out for validation, if there are at least 10
+    validations: int = 10  # looks at them
 
 
 @dataclass

@@ -75,6 +75,7 @@ def check_config(config: RunConfig) -> None:
         "algo.video_every": algo.video_every,
         "collector.num_workers": config.collector.num_workers,
         "pretrain.steps": config.pretrain.steps,
+        "pretrain.validations": config.pretrain.validations,
         "demos.episodes_per_task": config.demos.episodes_per_task,
         "pretrain.video_every": config.pretrain.video_every,
         "algo.video_min_episodes": algo.video_min_episodes,
@@ -126,6 +127,7 @@ def check_config(config: RunConfig) -> None:
         "algo.critic.lmbda": algo.critic.lmbda,
         "pretrain.action_idm_prob": config.pretrain.action_idm_prob,
         "pretrain.video_cond_noise_prob": config.pretrain.video_cond_noise_prob,
+        "pretrain.validation": config.pretrain.validation,
     }
     for name, share in shares.items():
         if not 0 <= share <= 1:

@@ -30,6 +30,12 @@ class TestConfig:
         with pytest.raises(ValueError, match="num_layers"):
             FastWAMConfig(video=video, action=action)
 
+    def test_small_preset(self):
+        with torch.device("meta"):
+            mot = MixtureOfTransformers(PRESETS["small"])
+        count = {name: sum(p.numel() for p in expert.parameters()) for name, expert in mot.mixtures.items()}
+        assert count == {"video": 15_668_544, "action": 24_191_559 - 15_668_544}
+
     def test_libero_preset_has_the_released_size(self):
         with torch.device("meta"):
             mot = MixtureOfTransformers(PRESETS["libero"])

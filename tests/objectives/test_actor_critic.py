@@ -48,9 +48,7 @@ def estimate(values: list[float], rewards: list[float], gamma: float, lmbda: flo
     """Advantages of one episode by the definition."""
     following = [*values[1:], 0.0]
     errors = [r + gamma * n - v for r, n, v in zip(rewards, following, values, strict=True)]
-    return [
-        sum((gamma * lmbda) ** k * error for k, error in enumerate(errors[t:])) for t in range(len(errors))
-    ]
+    return [sum((gamma * lmbda) ** k * error for k, error in enumerate(errors[t:])) for t in range(len(errors))]
 
 
 class TestCriticAdvantage:
@@ -112,7 +110,8 @@ class TestCriticAdvantage:
         )
         buffer.extend(rollout)
         assert len(buffer) == len(rollout)
-        assert group.report is not None and group.report.successes == 0
+        assert group.report is not None
+        assert group.report.successes == 0
         assert float(buffer.storage[:][schema.ADVANTAGE].abs().max()) > 0  # the critic's; the group's would be 0
 
 

@@ -99,6 +99,15 @@ def _tiny(image_size: tuple[int, int]) -> FastWAMConfig:
     )
 
 
+def _small() -> FastWAMConfig:
+    shared = {"num_layers": 6, "num_heads": 8, "head_dim": 48, "text_dim": 64, "freq_dim": 256}
+    return FastWAMConfig(
+        video=ExpertConfig(hidden_dim=384, ffn_dim=1536, **shared),
+        action=ExpertConfig(hidden_dim=256, ffn_dim=1024, **shared),
+        context_length=24,
+    )
+
+
 def _libero() -> FastWAMConfig:
     shared = {"num_layers": 30, "num_heads": 24, "head_dim": 128, "text_dim": 4096, "freq_dim": 256}
     return FastWAMConfig(
@@ -107,8 +116,9 @@ def _libero() -> FastWAMConfig:
     )
 
 
-#: Model presets by name: ``tiny`` runs on a CPU, ``libero`` has the sizes of the released checkpoints.
-PRESETS = {"tiny": _tiny((224, 448)), "libero": _libero()}
+#: Model presets by name: ``tiny`` runs on a CPU, ``small`` (24 M parameters) is for minutes of a GPU, and ``libero`` has
+#: the sizes of the released checkpoints.
+PRESETS = {"tiny": _tiny((224, 448)), "small": _small(), "libero": _libero()}
 
 
 def preset(name: str, *, image_size: tuple[int, int] | None = None) -> FastWAMConfig:
