@@ -8,13 +8,14 @@ import pytest
 import torch
 from rich.console import Console
 from tensordict import TensorDict
+from torchrl.checkpoint import CheckpointError
 
 from tests.conftest import IMAGE_SIZE, make_policy
 from tests.test_train import load
 from wamrl_torchrl import schema
 from wamrl_torchrl.data.episodes import EpisodeStore
 from wamrl_torchrl.learner import normalize_windows
-from wamrl_torchrl.pretrain import Smoothed, pretrain
+from wamrl_torchrl.pretrain import Pretraining, Smoothed, pretrain
 from wamrl_torchrl.validation import Validation, hold_out
 
 
@@ -113,11 +114,33 @@ class TestPretrain:
             weights.append(policy.state_dict())
         assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
 
+    def test_goes_on_bit_for_bit(self, tmp_path, monkeypatch):
+        """Interrupted after the first of two looks, and resumed."""
+        options = ("pretrain.steps=4", "pretrain.validations=2", "pretrain.validation=0.1", "pretrain.video_every=3")
+        quiet = Console(quiet=True)
+        whole = pretrain(load(tmp_path / "whole", *options), make_demos(10), quiet).state_dict()
+        step = Pretraining.step
+        with monkeypatch.context() as patch:
+            patch.setattr(Pretraining, "step", lambda self: interrupt() if self.steps == 3 else step(self))
+            with pytest.raises(KeyboardInterrupt):
+                pretrain(load(tmp_path / "parts", *options), make_demos(10), quiet)
+        console = Console(record=True, width=120)
+        parts = pretrain(load(tmp_path / "parts", *options, "resume=true"), make_demos(10), console).state_dict()
+        assert "after step 2" in console.export_text()
+        assert [name for name, value in whole.items() if not torch.equal(value, parts[name])] == []
+        assert curve(tmp_path / "parts", "train/video") == curve(tmp_path / "whole", "train/video")
+        with pytest.raises(CheckpointError, match=r"pretrain\.lr=0\.002"):
+            pretrain(load(tmp_path / "parts", *options, "resume=true", "pretrain.lr=1"), make_demos(10), quiet)
+
     def test_smoothed_means(self):
         seen = Smoothed(share=0.5)
         for value in (1.0, 3.0):
             seen.take("loss", torch.tensor(value))
         assert seen.read() == {"loss": 2.0}
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def curve(directory: Path, name: str) -> dict[int, float]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import asdict
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from rich.console import Console
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
 from torchrl.record.loggers import CSVLogger
 
 from wamrl_torchrl.build import choose_device, make_model, make_policy
@@ -32,61 +35,121 @@ def learning_rate_factor(step: int, config: PretrainConfig) -> float:
     return warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, step / config.steps))))
 
 
+class Pretraining:
+    """The parts of a pre-training and one step of it; what it is left with is ``average``, a moving average.
+
+    The joint loss is split: the action loss needs the first frame's tokens only, the video loss the video expert
+    alone, so each has its own batch size, and the video loss enters every ``video_every`` steps.
+
+    Args:
+        config: the configuration.
+        demos: demonstrations to train on.
+        stats: normalisation of the policy.
+    """
+
+    def __init__(self, config: RunConfig, demos: EpisodeStore, stats: DatasetStats) -> None:
+        options = self.options = config.pretrain
+        torch.manual_seed(config.seed)
+        self.policy = make_policy(config, make_model(config), stats).to(choose_device(config.device))
+        self.video_loss = VideoSFTLoss(self.policy.model)
+        self.action_loss = ActionSFTLoss(
+            self.policy.model,
+            stats,
+            action_idm_prob=options.action_idm_prob,
+            video_cond_noise_prob=options.video_cond_noise_prob,
+        )
+        self.parameters = list(self.policy.model.parameters())
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay, fused=True
+        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: learning_rate_factor(n, options))
+        self._averaged = AveragedModel(self.policy, multi_avg_fn=get_ema_multi_avg_fn(options.ema))
+        self._actions = iterate_windows(demos, options.batch_size, self.policy, video=options.action_idm_prob > 0)
+        self._videos = iterate_windows(demos, options.video_batch_size, self.policy)
+        self.seen = Smoothed()
+        self.steps = 0
+
+    @property
+    def average(self) -> FlowPolicy:
+        """The policy with the moving average of the weights."""
+        return cast("FlowPolicy", self._averaged.module)
+
+    def step(self) -> None:
+        """Take a step."""
+        loss = self.seen.take("action", self.action_loss(next(self._actions))["loss_action"])
+        if self.steps % self.options.video_every == 0:
+            loss = loss + self.seen.take("video", self.video_loss(next(self._videos))["loss_video"])
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        clip_grad_norm_(self.parameters, self.options.grad_clip)
+        self.optimizer.step()
+        self.scheduler.step()
+        self._averaged.update_parameters(self.policy)
+        self.steps += 1
+
+    def checkpoint(self) -> Checkpoint:
+        """All that a pre-training needs to go on bit for bit."""
+        return Checkpoint(
+            progress=self,
+            policy=self.policy,
+            average=self._averaged,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            rng=GlobalRNGState(),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Progress, and the options it was made with."""
+        return {"steps": self.steps, "seen": self.seen.read(), "options": json.dumps(asdict(self.options))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`.
+
+        Raises:
+            ValueError: it was made with other options.
+        """
+        found, wanted = json.loads(state["options"]), asdict(self.options)
+        different = [f"pretrain.{name}={found.get(name)}" for name in wanted if found.get(name) != wanted[name]]
+        if different:
+            raise ValueError(
+                f"the pre-training was begun with {', '.join(different)}: keep that, or remove its directory"
+            )
+        self.steps = state["steps"]
+        self.seen.set(state["seen"], self.policy.device)
+
+
 def pretrain(config: RunConfig, demos: EpisodeStore, console: Console) -> FlowPolicy:
     """Train a fresh model on demonstrations and return its moving average as a policy.
 
-    The joint loss is split: the action loss needs the first frame's tokens only, the video loss the video expert
-    alone, so each has its own batch size, and the video loss enters every ``video_every`` steps. Losses on held-out
-    demonstrations go to ``<directory>/pretraining``, as CSV, and what imagination is worth in the end to the console.
+    Losses on held-out demonstrations go to ``<directory>/pretraining``, as CSV, and what imagination is worth in the
+    end to the console. A checkpoint is written there at every look; with ``resume`` an interrupted pre-training goes
+    on from it, and so may the next one that finds it.
     """
-    options, device = config.pretrain, choose_device(config.device)
-    torch.manual_seed(config.seed)
-    policy = make_policy(config, make_model(config), DatasetStats.from_episodes(demos)).to(device)
+    options, directory = config.pretrain, Path(config.logger.directory) / "pretraining"
     demos, held_out = hold_out(demos, options.validation)
+    every = demos if held_out is None else [*demos, *held_out]
+    training = Pretraining(config, demos, DatasetStats.from_episodes(every))
     validation = None if held_out is None else Validation(held_out, seed=config.seed)
-    video_loss = VideoSFTLoss(policy.model)
-    action_loss = ActionSFTLoss(
-        policy.model,
-        policy.stats,
-        action_idm_prob=options.action_idm_prob,
-        video_cond_noise_prob=options.video_cond_noise_prob,
-    )
-    parameters = list(policy.model.parameters())
-    optimizer = torch.optim.AdamW(
-        parameters, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay, fused=True
-    )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, options))
-    average = AveragedModel(policy, multi_avg_fn=get_ema_multi_avg_fn(options.ema))
-    action_windows = iterate_windows(demos, options.batch_size, policy, video=options.action_idm_prob > 0)
-    video_windows = iterate_windows(demos, options.video_batch_size, policy)
+    rotation, checkpoint = CheckpointRotation(directory / "checkpoints", keep_last=1), training.checkpoint()
+    latest = rotation.latest() if config.resume else None
+    if latest is not None:
+        checkpoint.load(latest)
+        console.print(f"Pre-training goes on after step {training.steps}.")
     look_every = math.ceil(options.steps / options.validations)
-    logger = CSVLogger("pretraining", log_dir=config.logger.directory)
+    logger = CSVLogger(directory.name, log_dir=str(directory.parent))
 
-    seen, note = Smoothed(), ""
+    note = ""
     with progress_bar(console, "pre-training", options.steps) as advance:
-        for step in range(1, options.steps + 1):
-            loss = seen.take("action", action_loss(next(action_windows))["loss_action"])
-            if (step - 1) % options.video_every == 0:
-                loss = loss + seen.take("video", video_loss(next(video_windows))["loss_video"])
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            clip_grad_norm_(parameters, options.grad_clip)
-            optimizer.step()
-            scheduler.step()
-            average.update_parameters(policy)
-            if step % 20 == 0:  # not every step: reading waits for the device
-                note = seen.note()
-            if step % look_every == 0 or step == options.steps:
-                metrics = {f"train/{name}": value for name, value in seen.read().items()}
-                if validation is not None:
-                    losses = validation.losses(cast("FlowPolicy", average.module))
-                    metrics |= {f"validation/{name}": value for name, value in losses.items()}
-                    shown = ", ".join(f"{name} {value:.3f}" for name, value in losses.items())
-                    note = f"{seen.note()}, held out {shown}"
-                for name, value in metrics.items():
-                    logger.log_scalar(name, value, step=step)
+        advance(training.steps, note)
+        while training.steps < options.steps:
+            training.step()
+            if training.steps % 20 == 0:  # not every step: reading waits for the device
+                note = training.seen.note()
+            if training.steps % look_every == 0 or training.steps == options.steps:
+                note = look(training, validation, logger)
+                rotation.save(checkpoint, step=training.steps)
             advance(1, note)
-    policy.load_state_dict(average.module.state_dict())
+    policy = training.average
     if validation is not None:
         errors = validation.imagination(policy, num_steps=config.algo.imagination_steps)
         decibels = {name: f"{10 * math.log10(1 / max(value, 1e-10)):.1f} dB" for name, value in errors.items()}
@@ -94,6 +157,19 @@ def pretrain(config: RunConfig, demos: EpisodeStore, console: Console) -> FlowPo
         for name, value in errors.items():
             logger.log_scalar(f"frames/{name}_mse", value, step=options.steps)
     return policy
+
+
+def look(training: Pretraining, validation: Validation | None, logger: CSVLogger) -> str:
+    """Log the losses; returns them to be shown."""
+    metrics = {f"train/{name}": value for name, value in training.seen.read().items()}
+    note = training.seen.note()
+    if validation is not None:
+        losses = validation.losses(training.average)
+        metrics |= {f"validation/{name}": value for name, value in losses.items()}
+        note += ", held out " + ", ".join(f"{name} {value:.3f}" for name, value in losses.items())
+    for name, value in metrics.items():
+        logger.log_scalar(name, value, step=training.steps)
+    return note
 
 
 class Smoothed:
@@ -112,6 +188,10 @@ class Smoothed:
     def read(self) -> dict[str, float]:
         """The means."""
         return {name: float(value) for name, value in self._values.items()}
+
+    def set(self, means: dict[str, float], device: torch.device) -> None:
+        """Go on from :meth:`read`."""
+        self._values = {name: torch.tensor(value, device=device) for name, value in means.items()}
 
     def note(self) -> str:
         """The means, to be shown."""

@@ -116,8 +116,8 @@ def _libero() -> FastWAMConfig:
     )
 
 
-#: Model presets by name: ``tiny`` runs on a CPU, ``small`` (24 M parameters) is for minutes of a GPU, and ``libero`` has
-#: the sizes of the released checkpoints.
+#: Model presets by name: ``tiny`` runs on a CPU, ``small`` (24 M parameters) is for minutes of a GPU, and ``libero``
+#: has the sizes of the released checkpoints.
 PRESETS = {"tiny": _tiny((224, 448)), "small": _small(), "libero": _libero()}
 
 
