@@ -35,22 +35,6 @@ class TestForward:
         assert torch.equal(whole["k_star"][2:3], alone["k_star"])
         torch.testing.assert_close(whole["chain"][2:3], alone["chain"], rtol=0, atol=2e-6)
 
-    def test_slots_without_an_episode_cost_nothing(self, policy, monkeypatch):
-        states = make_states(5)
-        whole = policy(states.clone())
-        states[schema.EPISODE_ID][[1, 4]] = schema.PARKED
-        seen, condition = [], policy.condition
-        monkeypatch.setattr(policy, "condition", lambda state: seen.append(len(state)) or condition(state))
-        out = policy(states.clone())
-        assert seen == [3]
-        assert torch.equal(out["noise_seed"][[0, 2, 3]], whole["noise_seed"][[0, 2, 3]])
-        torch.testing.assert_close(out["chain"][[0, 2, 3]], whole["chain"][[0, 2, 3]], rtol=0, atol=2e-6)
-        for key in policy.out_keys:
-            assert not out[key][[1, 4]].any(), key
-            assert out[key].dtype == whole[key].dtype
-        states[schema.EPISODE_ID][:] = schema.PARKED
-        assert policy(states)["chain"].shape == whole["chain"].shape
-
     @pytest.mark.parametrize("key", [schema.EPISODE_ID, schema.CHUNK_INDEX])
     def test_another_decision_has_other_noise(self, policy, key):
         states = make_states(3)

@@ -13,7 +13,6 @@ from torchrl.data import Bounded, Composite, Unbounded
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from wamrl_torchrl import schema
-from wamrl_torchrl.data.rows import take_rows
 from wamrl_torchrl.data.stats import DatasetStats
 from wamrl_torchrl.modules.fastwam.model import Condition, FastWAM
 from wamrl_torchrl.modules.fastwam.schedule import build_schedule
@@ -183,17 +182,10 @@ class FlowPolicy(TensorDictModuleBase):
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Act on states [B] (or one state without batch dims); slots without an episode get zeros."""
+        """Act on states [B] (or one state without batch dims)."""
         if tensordict.ndim != 1:
             flat = self.forward(tensordict.reshape(-1).select(*self.in_keys))
             return tensordict.update(flat.select(*self.out_keys).reshape(tensordict.batch_size))
-        busy = (tensordict.get(schema.EPISODE_ID).squeeze(-1) != schema.PARKED).nonzero().squeeze(-1)
-        if 0 < len(busy) < len(tensordict):
-            acted = self.forward(take_rows(tensordict.select(*self.in_keys), busy)).select(*self.out_keys)
-            size = tensordict.batch_size
-            filled = acted.apply(lambda value: value.new_zeros(*size, *value.shape[1:]), batch_size=size)
-            filled[busy] = acted
-            return tensordict.update(filled)
         deterministic = exploration_type() == ExplorationType.DETERMINISTIC
         sde, batch = self.sde, tensordict.batch_size[0]
         seeds = self._noise_seed(tensordict, deterministic)
