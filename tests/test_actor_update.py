@@ -88,6 +88,13 @@ class TestLosses:
         update = ActorUpdate(policy, AlgoConfig(actor_loss="nft", **options))
         assert update(make_buffer(policy, update))["actor/steps"] == 2
 
+    def test_something_beside_happens_after_every_step(self):
+        policy = make_policy()
+        update = ActorUpdate(policy, AlgoConfig(minibatch_size=4, epochs=2, target_kl=None))
+        done = []
+        metrics = update(make_buffer(policy, update), beside=lambda: done.append(1))
+        assert len(done) == metrics["actor/steps"] == 4
+
 
 class TestRate:
     @pytest.mark.parametrize(
@@ -190,6 +197,17 @@ class TestShuffle:
         assert bool((after == after[:, :1]).all())
         assert sorted(after[:, 0].tolist()) == list(range(10))
         assert after[:, 0].tolist() != list(range(10))
+
+    def test_exchanges_decisions_where_each_has_its_own(self):
+        policy = make_policy()
+        record = make_record(policy, 30)
+        record[schema.EPISODE_ID] = (torch.arange(30) // 3)[:, None]
+        record[schema.ADVANTAGE] = torch.arange(30.0)[:, None]
+        torch.manual_seed(0)
+        shuffle_advantages(record, by_episode=False)
+        after = record[schema.ADVANTAGE].squeeze(-1).tolist()
+        assert sorted(after) == list(range(30))
+        assert after != list(range(30))
 
     def test_as_many_episodes_are_imitated_but_others(self):
         policy = make_policy()

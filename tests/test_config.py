@@ -46,6 +46,8 @@ class TestBadOptions:
         [
             ("algo.mode=dream", "algo.mode.*'dream'"),
             ("algo.group_size=1", "algo.group_size"),
+            ("pretrain.validation=2", "pretrain.validation"),
+            ("pretrain.validations=0", "pretrain.validations"),
             ("algo.reward=fun", "algo.reward.*'fun'"),
             ("algo.advantage=td", "algo.advantage.*'td'"),
             ("algo.imagination=dreamt", "algo.imagination.*'dreamt'"),
@@ -104,6 +106,9 @@ class TestBadOptions:
                 ("algo.anchor=velocity", "algo.actor_loss=nft"),
                 "algo.anchor=velocity is part of algo.actor_loss=flow_ppo",
             ),
+            (("algo.reward=rec", "algo.weight_rec=0"), "leaves no reward"),
+            (("algo.reward_space=latents", "algo.motion_weight=0.5"), "algo.motion_weight=0.5 weights pixels"),
+            (("algo.advantage=gae", "algo.normalize_advantage=true"), "algo.critic.normalize"),
             (("algo.kl_target=0.03", "algo.actor_lr=1"), "algo.actor_lr=1 lies outside algo.lr_range"),
             (("algo.kl_target=0.03", "algo.actor_lr_final=0"), "excludes algo.kl_target"),
         ],

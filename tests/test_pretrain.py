@@ -125,12 +125,14 @@ class TestPretrain:
             with pytest.raises(KeyboardInterrupt):
                 pretrain(load(tmp_path / "parts", *options), make_demos(10), quiet)
         console = Console(record=True, width=120)
-        parts = pretrain(load(tmp_path / "parts", *options, "resume=true"), make_demos(10), console).state_dict()
+        parts = pretrain(load(tmp_path / "parts", *options), make_demos(10), console).state_dict()
         assert "after step 2" in console.export_text()
         assert [name for name, value in whole.items() if not torch.equal(value, parts[name])] == []
         assert curve(tmp_path / "parts", "train/video") == curve(tmp_path / "whole", "train/video")
         with pytest.raises(CheckpointError, match=r"pretrain\.lr=0\.002"):
-            pretrain(load(tmp_path / "parts", *options, "resume=true", "pretrain.lr=1"), make_demos(10), quiet)
+            pretrain(load(tmp_path / "parts", *options, "pretrain.lr=1"), make_demos(10), quiet)
+        with pytest.raises(CheckpointError, match="demonstrations=9"):
+            pretrain(load(tmp_path / "parts", *options), make_demos(12), quiet)
 
     def test_smoothed_means(self):
         seen = Smoothed(share=0.5)

@@ -174,7 +174,6 @@ class TestModes:
         moved = {key for key in start if key in whole and not torch.equal(start[key], whole[key])}
         assert any("mixtures.action" in key for key in moved)
         assert any("lora_B" in key and value.abs().sum() > 0 for key, value in whole.items())
-        # Every group is kept, and a video step goes with each of the actor's.
         assert scalars(tmp_path / "whole", "actor/steps")[1] > 0
         for name in ("critic/loss", "critic/explained_variance", "video/loss_video", "video/feature_drift"):
             assert set(scalars(tmp_path / "whole", name)) == {1, 2}, name

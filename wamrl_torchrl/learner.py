@@ -307,8 +307,15 @@ def recompute_log_probs(policy: FlowPolicy, records: TensorDictBase, *, batch_si
     records.set_(schema.LOG_PROB, log_prob_rows[..., : policy.executed_rows].sum(-1))
 
 
-def shuffle_advantages(records: TensorDictBase) -> None:
-    """Exchange the advantages of whole episodes at random, in place: a control from which nothing can be learned."""
+def shuffle_advantages(records: TensorDictBase, *, by_episode: bool = True) -> None:
+    """Exchange advantages at random, in place: a control from which nothing can be learned.
+
+    Keyword Args:
+        by_episode: those of whole episodes, whose decisions share one; otherwise those of decisions.
+    """
+    if not by_episode:
+        records.set_(schema.ADVANTAGE, records.get(schema.ADVANTAGE)[torch.randperm(len(records))])
+        return
     episode, row_episode = records.get(schema.EPISODE_ID).squeeze(-1).unique(return_inverse=True)
     advantage = records.get(schema.ADVANTAGE)
     of_episode = advantage.new_zeros(len(episode), 1).index_copy_(0, row_episode, advantage)

@@ -68,6 +68,12 @@ class Pretraining:
         self._videos = iterate_windows(demos, options.video_batch_size, self.policy)
         self.seen = Smoothed()
         self.steps = 0
+        self.recipe = {
+            **{f"pretrain.{name}": value for name, value in asdict(options).items()},
+            "model.preset": config.model.preset,
+            "seed": config.seed,
+            "demonstrations": len(demos),
+        }
 
     @property
     def average(self) -> FlowPolicy:
@@ -100,19 +106,20 @@ class Pretraining:
 
     def state_dict(self) -> dict[str, Any]:
         """Progress, and the options it was made with."""
-        return {"steps": self.steps, "seen": self.seen.read(), "options": json.dumps(asdict(self.options))}
+        return {"steps": self.steps, "seen": self.seen.read(), "recipe": json.dumps(self.recipe)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`.
 
         Raises:
-            ValueError: it was made with other options.
+            ValueError: it was begun with other options or demonstrations.
         """
-        found, wanted = json.loads(state["options"]), asdict(self.options)
-        different = [f"pretrain.{name}={found.get(name)}" for name in wanted if found.get(name) != wanted[name]]
+        found = json.loads(state["recipe"])
+        different = [f"{name}={found.get(name)}" for name, value in self.recipe.items() if found.get(name) != value]
         if different:
             raise ValueError(
-                f"the pre-training was begun with {', '.join(different)}: keep that, or remove its directory"
+                f"the pre-training was begun with {', '.join(different)}: keep that, remove its directory "
+                "(<logger.directory>/pretraining), or choose another logger.directory"
             )
         self.steps = state["steps"]
         self.seen.set(state["seen"], self.policy.device)
@@ -122,8 +129,7 @@ def pretrain(config: RunConfig, demos: EpisodeStore, console: Console) -> FlowPo
     """Train a fresh model on demonstrations and return its moving average as a policy.
 
     Losses on held-out demonstrations go to ``<directory>/pretraining``, as CSV, and what imagination is worth in the
-    end to the console. A checkpoint is written there at every look; with ``resume`` an interrupted pre-training goes
-    on from it, and so may the next one that finds it.
+    end to the console. A checkpoint is written there at every look, and a pre-training that finds one goes on from it.
     """
     options, directory = config.pretrain, Path(config.logger.directory) / "pretraining"
     demos, held_out = hold_out(demos, options.validation)
@@ -131,7 +137,7 @@ def pretrain(config: RunConfig, demos: EpisodeStore, console: Console) -> FlowPo
     training = Pretraining(config, demos, DatasetStats.from_episodes(every))
     validation = None if held_out is None else Validation(held_out, seed=config.seed)
     rotation, checkpoint = CheckpointRotation(directory / "checkpoints", keep_last=1), training.checkpoint()
-    latest = rotation.latest() if config.resume else None
+    latest = rotation.latest()
     if latest is not None:
         checkpoint.load(latest)
         console.print(f"Pre-training goes on after step {training.steps}.")
@@ -151,7 +157,8 @@ def pretrain(config: RunConfig, demos: EpisodeStore, console: Console) -> FlowPo
             advance(1, note)
     policy = training.average
     if validation is not None:
-        errors = validation.imagination(policy, num_steps=config.algo.imagination_steps)
+        algo = config.algo
+        errors = validation.imagination(policy, num_steps=algo.imagination_steps, shift=algo.imagination_shift)
         decibels = {name: f"{10 * math.log10(1 / max(value, 1e-10)):.1f} dB" for name, value in errors.items()}
         console.print(metric_table("frames at +4 and +8 of held-out demonstrations, PSNR", decibels))
         for name, value in errors.items():

@@ -119,7 +119,7 @@ def update_actor(run: Run, rollout: TensorDictBase) -> dict[str, float]:
     if run.value_update is not None:
         metrics |= run.value_update(kept)
     if algo.shuffle_advantages:
-        shuffle_advantages(kept)
+        shuffle_advantages(kept, by_episode=algo.advantage == "group")
     if algo.mode != "joint" or not video_is_due(run):
         metrics |= run.actor_update(buffer, run.replay)
         run.expect_changed("action_expert")

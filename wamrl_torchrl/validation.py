@@ -68,16 +68,22 @@ class Validation:
         return dict(zip(("action", "video"), (sums / total).tolist(), strict=True))
 
     @torch.no_grad()
-    def imagination(
-        self, policy: FlowPolicy, *, num_steps: int, shift: float | None = None, offsets: tuple[int, ...] = (4, 8)
-    ) -> dict[str, float]:
-        """Mean squared errors of the frames at ``offsets``, pixels in [0, 1], where the episode reached them.
+    def imagination(self, policy: FlowPolicy, *, num_steps: int, shift: float | None = None) -> dict[str, float]:
+        """Mean squared errors of the frames at +4 and +8, pixels in [0, 1], where the episode reached them.
+
+        Args:
+            policy: whose video expert imagines.
+
+        Keyword Args:
+            num_steps: denoising steps.
+            shift: shift of their schedule; the model's ``video_shift`` if None.
 
         Returns:
             ``imagined``; ``copied``, of predicting that nothing moves; and ``codec``, of the real frames after the
             codec, below which imagination cannot come.
         """
-        model, index = policy.model, [offset // schema.VIDEO_STRIDE for offset in offsets]
+        model, offsets = policy.model, schema.FRAME_OFFSETS
+        index = [offset // schema.VIDEO_STRIDE for offset in offsets]
         sums, count = torch.zeros(3, device=policy.device), torch.zeros((), device=policy.device)
         for number, batch in enumerate(self._batches(policy)):
             rows = number * self._batch_size + torch.arange(len(batch), device=policy.device)

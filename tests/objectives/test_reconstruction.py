@@ -96,8 +96,11 @@ class TestScore:
             for parameter, old, new in zip(parameters, before, moved, strict=True):
                 parameter.copy_(old.lerp(new, 0.5))
         torch.testing.assert_close(got, live.score(record).raw)
-        restored = make_reward(policy, imagination="ema")
+        restored, begun = (make_reward(policy, imagination="ema") for _ in range(2))
         restored.set_extra_state(state)
+        randomize_adapters(policy.model, std=0.1)
+        begun.set_extra_state({})  # of a run that had no average: it starts from the adapters as they are now
+        assert torch.equal(begun.score(record).raw, live.score(record).raw)
         randomize_adapters(policy.model)
         assert torch.equal(restored.score(record).raw, got)
 

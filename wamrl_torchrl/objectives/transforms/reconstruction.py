@@ -167,8 +167,12 @@ class ReconstructionReward(Transform):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore :meth:`get_extra_state`; an average without a past starts from the adapters as they are."""
-        if self.average is not None and state:
+        if self.average is None:
+            return
+        if state:
             self.average.load_state_dict(state)
+        else:
+            self.average.follow(0.0)
 
     def _errors(self, part: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Errors [B,F] of every offset's frame: of imagination, and of a copy of the decision's picture."""
