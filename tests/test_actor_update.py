@@ -33,7 +33,7 @@ def make_buffer(policy, update: ActorUpdate, batch: int = 8) -> TensorDictReplay
 
 def make_replay(policy, rollout, **options) -> SuccessReplay:
     keys = [*policy.replay_keys, ("next", schema.EXECUTED_MASK)]
-    replay = SuccessReplay(options.pop("capacity", 16), batch_size=4, keys=keys)
+    replay = SuccessReplay(options.pop("capacity", 16), batch_size=4, keys=keys, **options)
     replay.add(rollout)
     return replay
 
@@ -94,6 +94,44 @@ class TestLosses:
         done = []
         metrics = update(make_buffer(policy, update), beside=lambda: done.append(1))
         assert len(done) == metrics["actor/steps"] == 4
+
+
+    @pytest.mark.parametrize(("steps", "expected"), [(None, 1), (5, 5)])
+    def test_self_imitation_takes_as_many_steps_as_asked_for(self, steps, expected):
+        policy = make_policy()
+        options = {"actor_loss": "self_imitation", "target_kl": None, "minibatch_size": 4}
+        update = ActorUpdate(policy, AlgoConfig(**options, self_imitation=SelfImitationConfig(steps=steps)))
+        buffer = make_buffer(policy, update)
+        assert update(buffer, make_replay(policy, won(make_record(policy, 8), 1, 5)))["actor/steps"] == expected
+        # Nothing has succeeded yet.
+        assert update(buffer, make_replay(policy, make_record(policy, 8)))["actor/steps"] == 0
+
+
+class TestAverage:
+    def test_follows_the_steps_and_is_put_in_for_a_while(self):
+        policy = make_policy()
+        update = ActorUpdate(policy, AlgoConfig(minibatch_size=4, actor_lr=1e-2, target_kl=None, actor_average=0.75))
+        buffer, expected = make_buffer(policy, update), None
+
+        def follow() -> None:
+            nonlocal expected
+            now = [parameter.detach().clone() for parameter in update.parameters]
+            expected = now if expected is None else [0.75 * a + 0.25 * b for a, b in zip(expected, now, strict=True)]
+
+        update(buffer, beside=follow)
+        present = [parameter.detach().clone() for parameter in update.parameters]
+        with update.averaged():
+            for parameter, value in zip(update.parameters, expected, strict=True):
+                torch.testing.assert_close(parameter.detach(), value, rtol=1e-5, atol=1e-7)
+        assert all(torch.equal(a, b) for a, b in zip(update.parameters, present, strict=True))
+
+    def test_there_is_none_by_default(self):
+        policy = make_policy()
+        update = ActorUpdate(policy, AlgoConfig(minibatch_size=4, actor_lr=1e-2))
+        update(make_buffer(policy, update))
+        present = [parameter.detach().clone() for parameter in update.parameters]
+        with update.averaged():
+            assert all(torch.equal(a, b) for a, b in zip(update.parameters, present, strict=True))
 
 
 class TestRate:
@@ -163,6 +201,14 @@ class TestReplay:
         assert len(make_replay(policy, won(rollout, 4))) == 3
         assert len(make_replay(policy, won(rollout, 1))) == 5
 
+    def test_a_decision_counts_less_the_longer_success_took(self):
+        policy = make_policy()
+        rollout = make_record(policy, 6)
+        rollout[schema.EPISODE_ID] = torch.tensor([7, 7, 8, 8, 8, 9])[:, None]
+        rollout["next", "done"] = torch.tensor([0, 1, 0, 0, 1, 1], dtype=torch.bool)[:, None]
+        replay = make_replay(policy, won(rollout, 4, 5), discount=0.5)
+        assert replay.buffer.storage[:4][schema.ADVANTAGE].squeeze(-1).tolist() == [0.25, 0.5, 1.0, 1.0]
+
     def test_survives_a_checkpoint(self, tmp_path):
         policy = make_policy()
         first = make_replay(policy, won(make_record(policy, 8), 0, 2, 5))
@@ -229,6 +275,8 @@ class TestRun:
             "algo.actor_loss=weighted_flow",
             "algo.self_imitation.weight=0.5",
             "algo.self_imitation.batch_size=8",
+            "algo.self_imitation.discount=0.9",
+            "algo.actor_average=0.5",
             "algo.kl_target=1e-9",
             "algo.weight_rec=0",
             "algo.shuffle_advantages=true",

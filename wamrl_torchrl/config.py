@@ -102,6 +102,8 @@ class SelfImitationConfig:
     weight: float = 0.0  # of its loss beside the actor loss; 0 for none
     capacity: int = 4096  # decisions kept, in memory and in checkpoints
     batch_size: int = 64  # decisions per step
+    steps: int | None = None  # per epoch of actor_loss=self_imitation; as many as the kept decisions make if null
+    discount: float = 1.0  # weight of a decision for every decision that success was still away: below 1 haste counts
 
 
 @dataclass
@@ -159,6 +161,7 @@ class AlgoConfig:
     temperature: float = 0.5
     nft_beta: float = 1.0  # distance of the implicit policies of nft
     self_imitation: SelfImitationConfig = field(default_factory=SelfImitationConfig)
+    actor_average: float = 0.0  # decay per step of a moving average of the actor, which is evaluated and saved; 0: none
     shuffle_advantages: bool = False  # a control: of permuted advantages and outcomes nothing can be learned
     target_kl: float | None = 0.1  # end the actor update when an epoch's KL passes this
     grad_clip: float = 1.0

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchrl.data import ReplayBuffer
 from torchrl.objectives.utils import distance_loss
 
@@ -89,6 +91,28 @@ class ActorUpdate:
         self.loss = make_actor_loss(policy, config, self.parameters).to(policy.device)
         self.imitation = WeightedFlowLoss(policy).to(policy.device)
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.actor_lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self.average: AveragedModel | None = None
+        self._trained = nn.ParameterList(self.parameters)
+        if config.actor_average:
+            self.average = AveragedModel(self._trained, multi_avg_fn=get_ema_multi_avg_fn(config.actor_average))
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """While it lasts the policy has the moving average of the actor's weights, if there is one."""
+        if self.average is None:
+            yield
+            return
+        present = [parameter.detach().clone() for parameter in self.parameters]
+        self._set(self.average.module)
+        try:
+            yield
+        finally:
+            self._set(present)
+
+    @torch.no_grad()
+    def _set(self, values: Iterable[Tensor]) -> None:
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.copy_(value)
 
     @property
     def imitates(self) -> bool:
@@ -129,6 +153,8 @@ class ActorUpdate:
                 sum(value for name, value in out.items() if name.startswith("loss_")).backward()
                 norm = clip_grad_norm_(self.parameters, config.grad_clip)
                 self.optimizer.step()
+                if self.average is not None:
+                    self.average.update_parameters(self._trained)
                 means.add(out.set("grad_norm", norm))
                 epoch_kl += [out["kl_approx"]] if "kl_approx" in self.loss.out_keys else []
                 steps += 1
@@ -148,7 +174,8 @@ class ActorUpdate:
         """An epoch: all records of the iteration once, or as many as are kept of those to imitate."""
         if self.config.actor_loss == "self_imitation":
             assert replay is not None
-            for _ in range(math.ceil(len(replay) / self.config.self_imitation.batch_size)):
+            imitation, kept = self.config.self_imitation, len(replay)
+            for _ in range(imitation.steps or math.ceil(kept / imitation.batch_size) if kept else 0):
                 yield replay.sample().to(self.policy.device)
             return
         for batch in buffer:

@@ -179,7 +179,9 @@ class Run:
         policy.to(policy.device)
         self.actor_update = ActorUpdate(policy, config.algo)
         imitation, keys = config.algo.self_imitation, [*policy.replay_keys, ("next", schema.EXECUTED_MASK)]
-        self.replay = SuccessReplay(imitation.capacity, batch_size=imitation.batch_size, keys=keys)
+        self.replay = SuccessReplay(
+            imitation.capacity, batch_size=imitation.batch_size, keys=keys, discount=imitation.discount
+        )
         self.video_update = VideoUpdate(policy, config.algo)
         self.watch = ParameterWatch(policy.model)
         self.reconstruction = ReconstructionReward(
@@ -278,11 +280,13 @@ class Run:
     def _open_checkpoint(self) -> Path | None:
         """Bind what a checkpoint holds and restore the latest one, if any and asked for; returns its path."""
         self._rotation = CheckpointRotation(self.directory / "checkpoints", keep_last=self.config.logger.checkpoints)
-        critic = {}
+        optional = {}
         if self.value_update is not None:
-            critic = {"value_head": self.value_update.head, "value_optimizer": self.value_update.optimizer}
+            optional = {"value_head": self.value_update.head, "value_optimizer": self.value_update.optimizer}
+        if self.actor_update.average is not None:
+            optional["actor_average"] = self.actor_update.average
         self._checkpoint = Checkpoint(
-            **critic,
+            **optional,
             policy=TrainedWeights(self.policy),
             actor_optimizer=self.actor_update.optimizer,
             video_optimizer=self.video_update.optimizer,

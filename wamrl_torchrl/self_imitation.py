@@ -20,6 +20,13 @@ def successful_rows(rollout: TensorDictBase) -> Tensor:
     return torch.isin(ids, ids[rollout.get(("next", schema.SUCCESS)).squeeze(-1)])
 
 
+def decisions_to_end(rollout: TensorDictBase) -> Tensor:
+    """Int64 [M]: how many decisions follow each one of whole episodes [M] that lie one after the other."""
+    last = rollout.get(("next", "done")).squeeze(-1).nonzero().squeeze(-1)
+    rows = torch.arange(len(rollout), device=last.device)
+    return last[torch.searchsorted(last, rows)] - rows
+
+
 def shuffle_outcomes(rollout: TensorDictBase) -> TensorDictBase:
     """The ids of whole episodes [M] with their outcomes exchanged at random."""
     last = rollout.get(("next", "done")).squeeze(-1).nonzero().squeeze(-1)
@@ -32,7 +39,8 @@ class SuccessReplay:
     """The newest decisions of successful episodes, in a TorchRL replay buffer (self-imitation, arXiv 1806.05635).
 
     Groups in which every episode succeeded teach flow-PPO nothing and are dropped there; here they count. As a weighted
-    flow loss reads it, every decision has an advantage of 1. A checkpoint component with ``dump`` and ``load``.
+    flow loss reads it, the last decision of an episode has an advantage of 1, and each one before it ``discount`` times
+    that of its successor. A checkpoint component with ``dump`` and ``load``.
 
     Args:
         capacity: decisions kept.
@@ -40,11 +48,13 @@ class SuccessReplay:
     Keyword Args:
         batch_size: decisions of a sample.
         keys: keys that are kept.
+        discount: per decision.
     """
 
-    def __init__(self, capacity: int, *, batch_size: int, keys: Sequence[NestedKey]) -> None:
+    def __init__(self, capacity: int, *, batch_size: int, keys: Sequence[NestedKey], discount: float = 1.0) -> None:
         self.capacity = capacity
         self.keys = tuple(keys)
+        self.discount = discount
         self.buffer = TensorDictReplayBuffer(
             storage=LazyTensorStorage(capacity), sampler=RandomSampler(), batch_size=batch_size
         )
@@ -62,7 +72,8 @@ class SuccessReplay:
         rows = rows.nonzero().squeeze(-1)[-self.capacity :]
         if len(rows):
             kept = take_rows(rollout.select(*self.keys), rows)
-            self.buffer.extend(kept.set(schema.ADVANTAGE, torch.ones(len(rows), 1)))
+            weight = self.discount ** decisions_to_end(rollout)[rows].float()
+            self.buffer.extend(kept.set(schema.ADVANTAGE, weight.unsqueeze(-1)))
 
     def sample(self) -> TensorDictBase:
         """A batch of decisions, drawn with replacement by the default generator."""

@@ -235,7 +235,7 @@ def reconstruction_metrics(rollout: TensorDictBase) -> dict[str, float]:
 
 def held_out_success(run: Run, *, video: bool = False) -> Rate:
     """Success of the deterministic policy on held-out initial conditions."""
-    with timeit("evaluate"):
+    with timeit("evaluate"), run.actor_update.averaged():
         records = evaluate(run.eval_env, run.policy, run.eval_plan, eval_conditions(run.config), run.console)
     if video:
         write_video(rollout_frames(run, records), run.directory / "rollout.mp4")
@@ -253,7 +253,8 @@ def rollout_frames(run: Run, records: TensorDictBase) -> Tensor:
 def finish(run: Run) -> None:
     """Write curves, policy and summary, and show them."""
     run.clock()
-    policy = save_policy(run.policy, run.directory / "policy")
+    with run.actor_update.averaged():
+        policy = save_policy(run.policy, run.directory / "policy")
     plot_curves(run.scalars, run.directory / "curves.png")
     summary = {name: [*rate, *rate.interval()] for name, rate in run.held_out.items()}
     (run.directory / "summary.json").write_text(json.dumps({"held_out": summary, "seconds": run.seconds}, indent=2))
