@@ -95,7 +95,6 @@ class TestLosses:
         metrics = update(make_buffer(policy, update), beside=lambda: done.append(1))
         assert len(done) == metrics["actor/steps"] == 4
 
-
     @pytest.mark.parametrize(("steps", "expected"), [(None, 1), (5, 5)])
     def test_self_imitation_takes_as_many_steps_as_asked_for(self, steps, expected):
         policy = make_policy()

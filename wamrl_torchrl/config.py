@@ -210,6 +210,7 @@ class EvalConfig:
     # within the published horizons unless env.max_episode_steps is set.
     protocol: str = "held_out"
     every: int = 0  # iterations between evaluations; 0 evaluates before the first and after the last only
+    start: bool = True  # evaluate before the first iteration
     repeats: int = 1  # env seeds per task and init state
     seed: int = 0  # the first of them
     episodes: int | None = None  # at most so many, spread over tasks; all if null

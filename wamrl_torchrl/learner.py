@@ -103,7 +103,7 @@ class ActorUpdate:
             yield
             return
         present = [parameter.detach().clone() for parameter in self.parameters]
-        self._set(self.average.module)
+        self._set(self.average.module.parameters())
         try:
             yield
         finally:

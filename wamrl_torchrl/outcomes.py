@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from tensordict import TensorDictBase
 
 from wamrl_torchrl import schema
@@ -47,6 +48,12 @@ class EpisodeOutcome(NamedTuple):
             success=bool(last.get(("next", schema.SUCCESS))),
             steps=int(episode.get(("next", schema.EXECUTED_MASK)).sum()),
         )
+
+
+def episode_outcomes(records: TensorDictBase) -> list[EpisodeOutcome]:
+    """Outcomes of whole episodes, flat records [M] of one episode after the other, in the order of their conditions."""
+    lengths = (records.get(("next", "done")).squeeze(-1).nonzero().squeeze(-1) + 1).diff(prepend=torch.zeros(1).long())
+    return sorted(EpisodeOutcome.of(episode) for episode in records.split(lengths.tolist()))
 
 
 class Result(NamedTuple):

@@ -25,8 +25,10 @@ from wamrl_torchrl.data.episodes import episodes_from_rollout
 from wamrl_torchrl.diagnostics import group_metrics, imagination_metrics
 from wamrl_torchrl.envs.libero import LiberoEnv
 from wamrl_torchrl.evaluate import episode_frames, evaluate, success_rate, task_rates, total_rate
+from wamrl_torchrl.files import replace_file
 from wamrl_torchrl.learner import RunningMean, is_half, parity, recompute_log_probs, shuffle_advantages
 from wamrl_torchrl.modules.checkpoint import load_policy, save_policy
+from wamrl_torchrl.outcomes import episode_outcomes
 from wamrl_torchrl.protocol import eval_conditions, protocol_env
 from wamrl_torchrl.report import metric_table, plot_curves, progress_bar, write_video
 from wamrl_torchrl.run import Run, draw_groups, prepare_start
@@ -50,7 +52,7 @@ def train(config: RunConfig, console: Console) -> dict[str, Rate]:
     OmegaConf.save(OmegaConf.structured(config), directory / "config.yaml")
     policy = load_policy(start.policy, device=choose_device(config.device), vae=config.model.vae)
     with Run(config, policy, start.demos, console) as run:
-        if run.iteration == 0:
+        if run.iteration == 0 and config.evaluation.start:
             run.held_out["start"] = held_out_success(run)
         while run.iteration < config.algo.iterations:
             run.iteration += 1
@@ -234,11 +236,15 @@ def reconstruction_metrics(rollout: TensorDictBase) -> dict[str, float]:
 
 
 def held_out_success(run: Run, *, video: bool = False) -> Rate:
-    """Success of the deterministic policy on held-out initial conditions."""
+    """Success of the deterministic policy on held-out initial conditions; episodes in ``held_out/<iteration>.json``."""
     with timeit("evaluate"), run.actor_update.averaged():
         records = evaluate(run.eval_env, run.policy, run.eval_plan, eval_conditions(run.config), run.console)
     if video:
         write_video(rollout_frames(run, records), run.directory / "rollout.mp4")
+    outcomes = [outcome._asdict() for outcome in episode_outcomes(records)]
+    path = run.directory / "held_out" / f"{run.iteration:04d}.json"
+    path.parent.mkdir(exist_ok=True)
+    replace_file(path, lambda new: new.write_text(json.dumps(outcomes, indent=1) + "\n", encoding="utf-8"))
     return total_rate(task_rates(records))
 
 
