@@ -50,4 +50,4 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
     fi
 fi
 say "Installing wamrl_torchrl with LIBERO and the Wan parts"
-pip install -q -e '.[libero,wan,dev]'
+pip install -q -e '.[libero,wan,lerobot,dev]'

@@ -97,6 +97,17 @@ class TestRun:
         assert scalars(finished, "reconstruction/mse_std")[1] > 0
         assert scalars(finished, "rollout/parity_gap")[1] < 1e-3
 
+    def test_held_out_episodes_are_kept_by_iteration(self, finished):
+        held_out = json.loads((finished / "summary.json").read_text())["held_out"]
+        assert sorted(path.name for path in (finished / "held_out").iterdir()) == ["0000.json", "0002.json"]
+        for name, iteration in (("start", 0), ("end", 2)):
+            episodes = json.loads((finished / "held_out" / f"{iteration:04d}.json").read_text())
+            assert [sum(episode["success"] for episode in episodes), len(episodes)] == held_out[name][:2]
+            conditions = {
+                tuple(episode[key] for key in ("task_id", "init_state_id", "env_seed")) for episode in episodes
+            }
+            assert len(conditions) == len(episodes)
+
     def test_the_saved_policy_acts(self, finished):
         policy = load_policy(finished / "policy")
         with set_exploration_type(ExplorationType.DETERMINISTIC):
@@ -177,6 +188,11 @@ class TestModes:
         assert scalars(tmp_path / "whole", "actor/steps")[1] > 0
         for name in ("critic/loss", "critic/explained_variance", "video/loss_video", "video/feature_drift"):
             assert set(scalars(tmp_path / "whole", name)) == {1, 2}, name
+
+    def test_the_start_need_not_be_evaluated(self, tmp_path, console):
+        held_out = train(load(tmp_path / "run", "evaluation.start=false", "algo.iterations=1"), console)
+        assert list(held_out) == ["end"]
+        assert [path.name for path in (tmp_path / "run" / "held_out").iterdir()] == ["0001.json"]
 
     def test_reward_names_its_parts(self, tmp_path, console):
         train(load(tmp_path / "run", "algo.reward=task", "algo.iterations=1"), console)

@@ -9,6 +9,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from wamrl_torchrl.config_checks import check_config
+from wamrl_torchrl.data.lerobot import LeRobotConfig
 from wamrl_torchrl.diagnostics import DiagnosticsConfig
 from wamrl_torchrl.modules.lora import VideoLoRA
 from wamrl_torchrl.modules.policy import FlowSDEConfig, IDMConfig
@@ -58,9 +59,10 @@ class ModelConfig:
 
 @dataclass
 class DemoConfig:
-    """Scripted demonstrations."""
+    """Demonstrations: of the scripted expert, or imported."""
 
-    episodes_per_task: int = 12
+    lerobot: LeRobotConfig = field(default_factory=LeRobotConfig)
+    episodes_per_task: int = 12  # made, or at most imported
     noise: float = 0.2  # largest action noise of an episode
     grasp_variation: float = 1.0  # size of the random variation of grasp and approach (LIBERO)
     grasp_offset: list[float] = field(

@@ -37,6 +37,7 @@ def check_config(config: RunConfig) -> None:
         "algo.weighting": (algo.weighting, ("positive", "exponential")),
         "algo.task_weights": (algo.task_weights, ("mixed", "failure", "uniform", "list")),
         "collector.topology": (config.collector.topology, ("direct", "multi_async")),
+        "demos.lerobot.gripper": (config.demos.lerobot.gripper, ("auto", "env", "opens")),
         "evaluation.protocol": (config.evaluation.protocol, ("held_out", "standard")),
     }
     for name, (value, known) in choices.items():
@@ -48,6 +49,15 @@ def check_config(config: RunConfig) -> None:
         raise ValueError(
             f"demos.grasp_offset={list(config.demos.grasp_offset)} is for env.name=tabletop: LIBERO's expert "
             f"chooses its grasps by clearance and varies them by demos.grasp_variation"
+        )
+    if config.demos.lerobot.path is not None and algo.curriculum.fraction:
+        raise ValueError(
+            "algo.curriculum.fraction > 0 starts from simulator states, which a LeRobot dataset does not hold: set it "
+            "to 0, or make scripted demonstrations (demos.lerobot.path=null)"
+        )
+    if config.demos.lerobot.cameras is not None and len(config.demos.lerobot.cameras) != 2:
+        raise ValueError(
+            f"demos.lerobot.cameras must be [agent view, wrist view], got {list(config.demos.lerobot.cameras)}"
         )
     _check_task_weights(algo)
     _check_actor(config)

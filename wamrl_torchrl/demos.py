@@ -1,4 +1,4 @@
-"""Scripted demonstrations, written as episodes that pre-training reads: ``wamrl-demos``."""
+"""Demonstrations, scripted or of a LeRobot dataset, as episodes that pre-training reads: ``wamrl-demos``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from wamrl_torchrl import schema
-from wamrl_torchrl.build import make_env, task_ids
+from wamrl_torchrl.build import make_env, task_ids, task_instructions
 from wamrl_torchrl.cli import command
 from wamrl_torchrl.config import EnvConfig, RunConfig
 from wamrl_torchrl.data.analysis import Rate
 from wamrl_torchrl.data.episodes import STRIDE, EpisodeStore
+from wamrl_torchrl.data.lerobot import LeRobotReader, fix_grippers, select
 from wamrl_torchrl.envs.libero import LiberoEnv
 from wamrl_torchrl.envs.libero_goals import require_expert
 from wamrl_torchrl.envs.libero_suites import load_suite
@@ -90,15 +91,53 @@ def make_demonstrations(env: LiberoEnv | TableTopEnv, config: RunConfig, console
     return store
 
 
+def import_demonstrations(config: RunConfig, console: Console) -> EpisodeStore:
+    """Read the episodes of the run's tasks from the LeRobot dataset that ``demos.lerobot`` describes.
+
+    Episodes that it marks as failed are left out.
+
+    Raises:
+        FileNotFoundError, ValueError: see :class:`~wamrl_torchrl.data.lerobot.LeRobotReader`.
+        RuntimeError: no successful episode of a task.
+    """
+    height, width = config.env.image_size
+    reader = LeRobotReader(config.demos.lerobot, image_size=(height, width))
+    tasks = task_ids(config.env)
+    chosen = select(reader.entries, task_instructions(config.env), tasks, config.demos.episodes_per_task)
+    console.print(f"{len(chosen)} of {len(reader.entries)} episodes of {reader.root}, cameras {reader.cameras}")
+    episodes = []
+    with progress_bar(console, "demonstrations", len(chosen)) as advance:
+        for entry, task in chosen:
+            episodes.append(reader.read(entry, task_id=task))
+            advance(1, f"{sum(bool(episode.get(schema.SUCCESS)) for episode in episodes)} successful")
+    fix_grippers(episodes, config.demos.lerobot.gripper)
+    store, wins = EpisodeStore(), dict.fromkeys(tasks, 0)
+    for episode in episodes:
+        if bool(episode.get(schema.SUCCESS)):
+            store.add(episode)
+            wins[int(episode.get(schema.TASK_ID))] += 1
+    lost = [task for task, won in wins.items() if not won]
+    if lost:
+        raise RuntimeError(f"{reader.root} has no successful episode of tasks {lost}: leave them out with env.task_ids")
+    return store
+
+
+def provide_demonstrations(config: RunConfig, console: Console) -> EpisodeStore:
+    """The demonstrations that the options ask for: imported, or made by the scripted expert."""
+    if config.demos.lerobot.path is not None:
+        return import_demonstrations(config, console)
+    env = make_demo_env(config.env)
+    try:
+        return make_demonstrations(env, config, console)
+    finally:
+        env.close()
+
+
 def _main(config: RunConfig, console: Console) -> None:
     directory = Path(config.logger.directory) / "demos"
     if directory.exists():
         raise FileExistsError(f"{directory} exists: choose another logger.directory")
-    env = make_demo_env(config.env)
-    try:
-        make_demonstrations(env, config, console).save(directory)
-    finally:
-        env.close()
+    provide_demonstrations(config, console).save(directory)
     console.print(f"episodes in {directory}")
 
 

@@ -25,7 +25,7 @@ from wamrl_torchrl.config import RunConfig
 from wamrl_torchrl.data.analysis import Rate
 from wamrl_torchrl.data.episodes import EpisodeStore
 from wamrl_torchrl.data.starts import StartStates
-from wamrl_torchrl.demos import MAX_ENV_SEED, make_demo_env, make_demonstrations
+from wamrl_torchrl.demos import MAX_ENV_SEED, provide_demonstrations
 from wamrl_torchrl.diagnostics import Watch
 from wamrl_torchrl.envs.episodes import EpisodePlan
 from wamrl_torchrl.learner import ActorUpdate, ParameterWatch, ValueUpdate, VideoUpdate, is_half
@@ -51,9 +51,10 @@ class Start(NamedTuple):
 def prepare_start(config: RunConfig, console: Console) -> Start:
     """Provide the policy a run starts from and the demonstrations it was made from.
 
-    With ``model.policy`` that policy is taken, where it is, and there are no demonstrations. Otherwise a few scripted
-    demonstrations are made and a fresh model is pre-trained on them, into ``<directory>/start``, since a random policy
-    never succeeds; what an earlier run left in the directory is used again.
+    With ``model.policy`` that policy is taken, where it is, and demonstrations, which the video update mixes in, only
+    with ``demos.lerobot.path``. Otherwise demonstrations are made, or imported, and a fresh model is pre-trained on
+    them, into ``<directory>/start``, since a random policy never succeeds; what an earlier run left in the directory is
+    used again.
 
     Raises:
         FileExistsError: the directory holds a run and ``resume`` is not set.
@@ -69,26 +70,31 @@ def prepare_start(config: RunConfig, console: Console) -> Start:
     if config.model.policy is not None:
         if config.algo.curriculum.fraction:
             raise ValueError("algo.curriculum.fraction > 0 needs demonstrations, but model.policy was given")
-        return Start(Path(config.model.policy), None)
+        imported = config.demos.lerobot.path is not None and config.algo.mode != "actor_only"
+        return Start(Path(config.model.policy), _demonstrations(config, console) if imported else None)
     if config.model.preset == "libero":
         raise ValueError(
             "model.preset=libero is not trained from scratch here: give model.policy (wamrl-weights import)"
         )
-    if (directory / "demos").exists():
-        demos = EpisodeStore.load(directory / "demos")
-        console.print(f"{len(demos)} demonstrations from {directory / 'demos'}")
-    else:
-        console.print("A random policy never succeeds: making scripted demonstrations first.")
-        env = make_demo_env(config.env)
-        try:
-            demos = make_demonstrations(env, config, console)
-        finally:
-            env.close()
-        demos.save(directory / "demos")
+    demos = _demonstrations(config, console)
     if not (start / CONFIG_FILE).exists():
         console.print("Pre-training a fresh model on the demonstrations.")
         save_policy(pretrain(config, demos, console), start)
     return Start(start, demos)
+
+
+def _demonstrations(config: RunConfig, console: Console) -> EpisodeStore:
+    """Those in ``<directory>/demos``, put there now if need be."""
+    directory = Path(config.logger.directory) / "demos"
+    if directory.exists():
+        demos = EpisodeStore.load(directory)
+        console.print(f"{len(demos)} demonstrations from {directory}")
+        return demos
+    if config.demos.lerobot.path is None:
+        console.print("A random policy never succeeds: making scripted demonstrations first.")
+    demos = provide_demonstrations(config, console)
+    demos.save(directory)
+    return demos
 
 
 def check_recipe(config: RunConfig, directory: Path) -> None:
