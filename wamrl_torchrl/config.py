@@ -68,6 +68,7 @@ class DemoConfig:
     grasp_offset: list[float] = field(
         default_factory=lambda: [0.0, 0.0]
     )  # a flaw: x and y off the centre, m (tabletop)
+    start_spread: float = 0.0  # the gripper starts up to so far off along each axis, m (tabletop)
 
 
 @dataclass

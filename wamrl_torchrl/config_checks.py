@@ -45,10 +45,11 @@ def check_config(config: RunConfig) -> None:
             raise ValueError(f"{name} must be one of {known}, got {value!r}")
     if algo.group_size < 2:
         raise ValueError(f"algo.group_size must be at least 2 (an advantage compares episodes), got {algo.group_size}")
-    if env.name == "libero" and any(config.demos.grasp_offset):
+    offset, spread = list(config.demos.grasp_offset), config.demos.start_spread
+    if env.name == "libero" and (any(offset) or spread):
         raise ValueError(
-            f"demos.grasp_offset={list(config.demos.grasp_offset)} is for env.name=tabletop: LIBERO's expert "
-            f"chooses its grasps by clearance and varies them by demos.grasp_variation"
+            f"demos.grasp_offset={offset} and demos.start_spread={spread:g} are for env.name=tabletop: LIBERO's expert "
+            "chooses its grasps by clearance and varies grasp and approach by demos.grasp_variation"
         )
     if config.demos.lerobot.path is not None and algo.curriculum.fraction:
         raise ValueError(

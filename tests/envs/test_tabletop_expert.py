@@ -47,6 +47,27 @@ class TestExpert:
         with pytest.raises(ValueError, match=r"grasp_offset must be x and y \(m\) of at most \[0.016, 0.016\]"):
             TableTopEnv(1).demonstrate(episodes_of(2), grasp_offset=offset, render=False)
 
+    def test_starts_are_spread_over_the_workspace(self):
+        episodes, spread = episodes_of(200), 0.1
+        usual = TableTopEnv(1).demonstrate(episodes, render=False)
+        demos = TableTopEnv(1).demonstrate(episodes, start_spread=spread, render=False)
+        assert all(demo["success"].item() for demo in demos)
+        first, other = (torch.stack([demo["sim_states"][0] for demo in each]) for each in (usual, demos))
+        shift = (other - first)[:, world.POSITION]
+        assert torch.equal(first[:, world.WIDTH :], other[:, world.WIDTH :])
+        assert shift.abs().max() <= spread
+        assert shift[:, :2].abs().mean(0).sub(spread / 2).abs().max() < 0.01  # of a uniform displacement
+        low, high = torch.tensor((world.WORKSPACE_LOW, world.WORKSPACE_HIGH), dtype=torch.float64)
+        assert ((other[:, world.POSITION] >= low) & (other[:, world.POSITION] <= high)).all()
+        # Each row by itself: neither other rows nor repetitions change it.
+        again = TableTopEnv(1).demonstrate(episodes[7:8], start_spread=spread, render=False)
+        assert torch.equal(again[0]["sim_states"], demos[7]["sim_states"])
+
+    @pytest.mark.parametrize("option", ["noise", "start_spread"])
+    def test_refuses_negative_numbers(self, option):
+        with pytest.raises(ValueError, match=f"{option}.*must not be negative"):
+            TableTopEnv(1).demonstrate(episodes_of(2), render=False, **{option: -0.1})
+
     def test_lets_go_of_a_wrong_object(self):
         state, task = close_gripper(above_object(1)), torch.tensor([0])
         demo = demonstrate(

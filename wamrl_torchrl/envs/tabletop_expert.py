@@ -31,6 +31,14 @@ def _aim(states: Tensor, task_ids: Tensor, grasp_offset: Sequence[float]) -> tup
     return aim, (aim - tip)[:, :2].abs().amax(-1), holds
 
 
+def _spread(tip: Tensor, keys: Sequence[Tensor], seed: int, most: float) -> Tensor:
+    """The tip [M,3] displaced by up to ``most`` along each axis, within the workspace."""
+    # Behind the numbers that the noise takes.
+    shift = most * (2 * world.uniform_hash(torch.tensor(seed), *keys, torch.arange(-3, 0)) - 1)
+    low, high = torch.tensor((world.WORKSPACE_LOW, world.WORKSPACE_HIGH), dtype=torch.float64)
+    return torch.minimum(torch.maximum(tip + shift, low), high)
+
+
 def expert_action(states: Tensor, task_ids: Tensor, *, grasp_offset: Sequence[float] = (0.0, 0.0)) -> Tensor:
     """The expert's action, a function of the present state alone, so that it recovers from any error.
 
@@ -73,6 +81,7 @@ def demonstrate(
     image_size: tuple[int, int],
     noise: float = 0.0,
     grasp_offset: Sequence[float] = (0.0, 0.0),
+    start_spread: float = 0.0,
     seed: int = 0,
     frame_stride: int = 4,
     render_frames: bool = True,
@@ -89,6 +98,8 @@ def demonstrate(
         noise: standard deviation of the noise added to the executed position deltas, in units of an action.
         grasp_offset: where the expert grasps, x and y from the object's centre (m). Near the tolerance it still
             succeeds, but whoever imitates it with an error does not: a flaw that reinforcement can correct.
+        start_spread: the gripper starts up to so far from where it would, along each axis and within its workspace
+            (m), so that whoever imitates the expert knows the way back from anywhere.
         seed: of the noise; an episode's noise depends on it and on the episode's five ids alone.
         frame_stride: actions between two frames.
         render_frames: leave ``frames`` out when false.
@@ -100,10 +111,11 @@ def demonstrate(
         ``init_state_id``, ``env_seed`` int64 [1]; ``success`` bool [1].
 
     Raises:
-        ValueError: ``noise`` is negative or ``frame_stride`` less than 1.
+        ValueError: ``noise`` or ``start_spread`` is negative, ``grasp_offset`` out of reach, or ``frame_stride`` less
+            than 1.
     """
-    if noise < 0:
-        raise ValueError(f"noise must not be negative, got {noise}")
+    if noise < 0 or start_spread < 0:
+        raise ValueError(f"noise and start_spread must not be negative, got {noise} and {start_spread}")
     reach = [tolerance - ALIGNED for tolerance in world.GRASP_TOLERANCE[:2]]
     if len(grasp_offset) != 2 or any(abs(part) > most for part, most in zip(grasp_offset, reach, strict=True)):
         raise ValueError(
@@ -112,10 +124,11 @@ def demonstrate(
     if frame_stride < 1:
         raise ValueError(f"frame_stride must be at least 1, got {frame_stride}")
     count, task_ids = len(episodes), episodes[:, 0]
-    state, success = initial_states, torch.zeros(count, dtype=torch.bool)
+    state, success = initial_states.clone(), torch.zeros(count, dtype=torch.bool)
     lengths = torch.zeros(count, dtype=torch.int64)
     drift = torch.zeros(count, 3, dtype=torch.float64)
     keys = [column[:, None] for column in episodes.unbind(-1)]
+    state[:, world.POSITION] = _spread(state[:, world.POSITION], keys, seed, start_spread)
     trail, chosen, executed = [state], [], []
     for step in range(max_episode_steps):
         action = expert_action(state, task_ids, grasp_offset=grasp_offset)
