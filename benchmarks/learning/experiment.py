@@ -227,7 +227,8 @@ def draw(curves: dict[str, list[list[float]]], picture: Path, title: str) -> Non
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set(xlabel="iteration", ylabel="success while exploring", ylim=(0, 1), title=title)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7, ncol=2, loc="lower right")
+    if curves:
+        axis.legend(fontsize=7, ncol=2, loc="lower right")
     figure.tight_layout()
     figure.savefig(picture, dpi=120)
     plt.close(figure)
