@@ -264,6 +264,9 @@ def main(experiment: Experiment, description: str) -> None:
     parser.add_argument("--save", action="store_true", help=f"write results/{experiment.name}.json, .csv and .png")
     parser.add_argument("overrides", nargs="*", help="further options of all commands")
     options = parser.parse_intermixed_args()
+    # Options of the commands are told from names of variants by their "=", wherever they stand.
+    options.overrides += [each for each in options.variants if "=" in each]
+    options.variants = [each for each in options.variants if "=" not in each]
     names = known if options.variants == ["all"] else options.variants
     unknown = sorted(set(names) - set(known))
     if unknown:

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import av
 import numpy as np
 import torch
 from PIL import Image, ImageOps
@@ -206,6 +205,8 @@ class LeRobotReader:
         path = self._path(self.info["video_path"], entry, f"videos/{name}", video_key=name)
         begin, fps = float(entry.row.get(f"videos/{name}/from_timestamp", 0.0)), float(self.info["fps"])
         found: dict[int, Tensor] = {}
+        import av  # slow to import, and only films need it
+
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
