@@ -266,7 +266,7 @@ def main(experiment: Experiment, description: str) -> None:
     options = parser.parse_intermixed_args()
     # Options of the commands are told from names of variants by their "=", wherever they stand.
     options.overrides += [each for each in options.variants if "=" in each]
-    options.variants = [each for each in options.variants if "=" not in each]
+    options.variants = [each for each in options.variants if "=" not in each] or known[:1]
     names = known if options.variants == ["all"] else options.variants
     unknown = sorted(set(names) - set(known))
     if unknown:

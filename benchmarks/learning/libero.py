@@ -18,7 +18,6 @@ PPO = (
     "algo.minibatch_size=512",
     "algo.epochs=2",
     "algo.actor_lr=1e-5",
-    "algo.actor_lr_final=null",
     "algo.actor_average=0",
     "algo.kl_target=0.03",
     "algo.target_kl=0.1",
@@ -27,7 +26,7 @@ PPO = (
 #: Overrides of ``preset=small``, whose own options are the variant ``main``.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "main": (),
-    "rate_0": ("algo.actor_lr=0", "algo.actor_lr_final=null", "algo.iterations=2"),
+    "rate_0": ("algo.actor_lr=0", "algo.iterations=2"),
     "shuffled": ("algo.shuffle_advantages=true",),
     "ppo_all_steps": (*PPO, "sde.stochastic_steps=all"),
     "ppo_one_step": (*PPO, "sde.stochastic_steps=one_random"),

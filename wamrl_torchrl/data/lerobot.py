@@ -202,11 +202,11 @@ class LeRobotReader:
 
     def _decode_video(self, entry: Entry, name: str, grid: range) -> Tensor:
         """Pictures number ``grid`` of an episode from its film, uint8 [F,3,H,W]."""
+        import av  # slow to import, and only films need it
+
         path = self._path(self.info["video_path"], entry, f"videos/{name}", video_key=name)
         begin, fps = float(entry.row.get(f"videos/{name}/from_timestamp", 0.0)), float(self.info["fps"])
         found: dict[int, Tensor] = {}
-        import av  # slow to import, and only films need it
-
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
