@@ -12,10 +12,12 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
 
 from tests.conftest import make_model, make_record, make_states, make_stats
+from tests.test_pretrain import make_demos
 from tests.test_train import load, scalars
 from wamrl_torchrl import schema
 from wamrl_torchrl.config import AlgoConfig
 from wamrl_torchrl.data.episodes import EpisodeStore
+from wamrl_torchrl.data.stats import DatasetStats
 from wamrl_torchrl.learner import ActorUpdate, ParameterWatch, VideoUpdate
 from wamrl_torchrl.modules.fastwam.codec import TinyCodec
 from wamrl_torchrl.modules.fastwam.config import ACTION_MODES, preset
@@ -26,6 +28,7 @@ from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora
 from wamrl_torchrl.modules.policy import FlowPolicy, FlowSDEConfig, IDMConfig
 from wamrl_torchrl.modules.trainable import ActorTraining, set_actor_training
 from wamrl_torchrl.objectives import FlowPPOLoss
+from wamrl_torchrl.pretrain import Pretraining
 from wamrl_torchrl.train import train
 
 pytestmark = pytest.mark.gpu
@@ -81,6 +84,41 @@ class TestLoop:
         assert set(scalars(tmp_path / "run", "actor/clip_fraction")) == {1, 2}
         assert set(scalars(tmp_path / "run", "video/loss_video")) == {1, 2}
         assert max(scalars(tmp_path / "run", "rollout/parity_gap").values()) < 1e-3
+
+
+class TestPretraining:
+    def test_graphs_take_the_steps_of_the_eager_update(self, tmp_path):
+        """Same windows, noise, losses and weights up to rounding; a checkpoint goes on with either."""
+        weights, losses = {}, {}
+        for execution in ("eager", "graphs"):
+            options = ("device=cuda", f"pretrain.execution={execution}", "pretrain.video_every=3", "pretrain.ema=0.5")
+            config = load(tmp_path, "pretrain.batch_size=8", "pretrain.steps=20", *options)
+            demos = make_demos(6)
+            training = Pretraining(config, demos, DatasetStats.from_episodes(demos))
+            torch.cuda.manual_seed(5)
+            for _ in range(10):
+                training.step()
+            training.checkpoint().save(tmp_path / execution)
+            training = Pretraining(config, demos, DatasetStats.from_episodes(demos))
+            training.checkpoint().load(tmp_path / execution)
+            for _ in range(10):
+                training.step()
+            assert training.graphs == (execution == "graphs")
+            weights[execution], losses[execution] = training.average.state_dict(), training.seen.read()
+        assert set(losses["graphs"]) == {"action", "video"}
+        for name, loss in losses["eager"].items():
+            assert losses["graphs"][name] == pytest.approx(loss, rel=1e-3), name
+        for name, value in weights["eager"].items():
+            if value.is_floating_point():
+                torch.testing.assert_close(weights["graphs"][name], value, rtol=0, atol=2e-4, msg=name)
+
+    def test_windows_are_the_same_wherever_they_are_cut(self):
+        demos, generator = make_demos(3), torch.Generator()
+        here = demos.sample_windows(16, generator=generator.manual_seed(1))
+        demos.sample_on(torch.device("cuda"))
+        there = demos.sample_windows(16, generator=generator.manual_seed(1))
+        assert {value.device.type for value in there.values(True, True)} == {"cuda"}
+        assert bool((there.cpu() == here).all())
 
 
 def full_size_model():

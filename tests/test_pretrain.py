@@ -137,7 +137,7 @@ class TestPretrain:
     def test_smoothed_means(self):
         seen = Smoothed(share=0.5)
         for value in (1.0, 3.0):
-            seen.take("loss", torch.tensor(value))
+            seen.add(TensorDict({"loss": torch.tensor(value)}))
         assert seen.read() == {"loss": 2.0}
 
 

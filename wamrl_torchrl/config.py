@@ -84,6 +84,8 @@ class PretrainConfig:
     warmup: int = 50
     ema: float = 0.995
     grad_clip: float = 1.0
+    # of a step: graphs (CUDA graphs; not with action_idm_prob, whose shapes vary), eager, or whichever is possible
+    execution: str = "auto"
     action_idm_prob: float = 0.0  # share of action examples that see the real video; above 0 the policy knows idm mode
     video_cond_noise_prob: float = 0.0  # share of those videos that are noised
     validation: float = 0.05  # share of the demonstrations held out for validation, if there are at least 10

@@ -36,6 +36,7 @@ def check_config(config: RunConfig) -> None:
         "algo.anchor": (algo.anchor, ("none", "velocity", "analytic")),
         "algo.weighting": (algo.weighting, ("positive", "exponential")),
         "algo.task_weights": (algo.task_weights, ("mixed", "failure", "uniform", "list")),
+        "pretrain.execution": (config.pretrain.execution, ("auto", "eager", "graphs")),
         "collector.topology": (config.collector.topology, ("direct", "multi_async")),
         "demos.lerobot.gripper": (config.demos.lerobot.gripper, ("auto", "env", "opens")),
         "evaluation.protocol": (config.evaluation.protocol, ("held_out", "standard")),
@@ -68,6 +69,11 @@ def check_config(config: RunConfig) -> None:
         raise ValueError(
             f"model.action_mode={config.model.action_mode} with pretrain.action_idm_prob={share:g}: the policy would "
             f"never be trained in that mode; set pretrain.action_idm_prob {'above 0' if idm else 'below 1'}"
+        )
+    if config.pretrain.execution == "graphs" and share:
+        raise ValueError(
+            f"pretrain.execution=graphs with pretrain.action_idm_prob={share:g}: how many examples see their video "
+            "varies from step to step, which no CUDA graph can; use pretrain.execution=auto or eager"
         )
     if algo.imagination_shift is not None and not algo.imagination_shift > 0:
         raise ValueError(f"algo.imagination_shift must be positive, got {algo.imagination_shift}")

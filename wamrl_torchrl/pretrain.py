@@ -10,6 +10,8 @@ from typing import Any, cast
 
 import torch
 from rich.console import Console
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import CudaGraphModule
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -35,22 +37,43 @@ def learning_rate_factor(step: int, config: PretrainConfig) -> float:
     return warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, step / config.steps))))
 
 
+def use_graphs(config: PretrainConfig, device: torch.device) -> bool:
+    """Whether the update is captured as CUDA graphs.
+
+    Raises:
+        ValueError: that is asked for and ``device`` is no GPU.
+    """
+    if config.execution == "graphs" and device.type != "cuda":
+        raise ValueError(f"pretrain.execution=graphs needs a GPU, device is {device}: use auto or eager")
+    # How many examples see their video differs from step to step, so their shapes do.
+    return config.execution != "eager" and device.type == "cuda" and not config.action_idm_prob
+
+
 class Pretraining:
     """The parts of a pre-training and one step of it; what it is left with is ``average``, a moving average.
 
     The joint loss is split: the action loss needs the first frame's tokens only, the video loss the video expert
     alone, so each has its own batch size, and the video loss enters every ``video_every`` steps.
 
+    On a GPU the update, losses to optimiser, is captured as a CUDA graph (``pretrain.execution``): one with the video
+    loss and one without. Windows are then cut on the GPU, if the demonstrations take no more than a quarter of its
+    memory. Which windows are drawn depends on neither.
+
     Args:
         config: the configuration.
         demos: demonstrations to train on.
         stats: normalisation of the policy.
+
+    Raises:
+        ValueError: ``pretrain.execution=graphs`` without a GPU.
     """
 
     def __init__(self, config: RunConfig, demos: EpisodeStore, stats: DatasetStats) -> None:
         options = self.options = config.pretrain
         torch.manual_seed(config.seed)
         self.policy = make_policy(config, make_model(config), stats).to(choose_device(config.device))
+        self.graphs = use_graphs(options, self.policy.device)
+        self._captured: dict[str, CudaGraphModule] | None = None
         self.video_loss = VideoSFTLoss(self.policy.model)
         self.action_loss = ActionSFTLoss(
             self.policy.model,
@@ -60,10 +83,17 @@ class Pretraining:
         )
         self.parameters = list(self.policy.model.parameters())
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay, fused=True
+            self.parameters,
+            lr=options.lr,
+            betas=(0.9, 0.95),
+            weight_decay=options.weight_decay,
+            fused=True,
+            capturable=self.graphs,
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: learning_rate_factor(n, options))
         self._averaged = AveragedModel(self.policy, multi_avg_fn=get_ema_multi_avg_fn(options.ema))
+        if self.policy.device.type == "cuda" and 4 * demos.nbytes <= torch.cuda.mem_get_info(self.policy.device)[0]:
+            demos.sample_on(self.policy.device)
         self._actions = iterate_windows(demos, options.batch_size, self.policy, video=options.action_idm_prob > 0)
         self._videos = iterate_windows(demos, options.video_batch_size, self.policy)
         self.seen = Smoothed()
@@ -82,16 +112,37 @@ class Pretraining:
 
     def step(self) -> None:
         """Take a step."""
-        loss = self.seen.take("action", self.action_loss(next(self._actions))["loss_action"])
+        batch = TensorDict({"action": next(self._actions)}, device=self.policy.device)
         if self.steps % self.options.video_every == 0:
-            loss = loss + self.seen.take("video", self.video_loss(next(self._videos))["loss_video"])
+            batch.set("video", next(self._videos))
+        self.seen.add(self._update(batch))
+        self.scheduler.step()
+        self._averaged.update_parameters(self.policy)
+        self.steps += 1
+
+    def _update(self, batch: TensorDict) -> TensorDictBase:
+        """Losses of the windows in ``batch``, after a step of the optimiser on their sum."""
+        if not self.graphs:
+            return self._optimize(batch)
+        if self._captured is None:
+            # Only now, as what a checkpoint brings must not replace what the graphs hold on to.
+            for group in self.optimizer.param_groups:
+                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=self.policy.device)
+            self._captured = {kind: CudaGraphModule(self._optimize, in_keys=[]) for kind in ("action", "both")}
+        return self._captured["both" if "video" in batch else "action"](batch)
+
+    def _optimize(self, batch: TensorDictBase) -> TensorDictBase:
+        loss = action = self.action_loss(batch.get("action"))["loss_action"]
+        losses = TensorDict({"action": action.detach()}, device=action.device)
+        if "video" in batch:
+            video = self.video_loss(batch.get("video"))["loss_video"]
+            losses.set("video", video.detach())
+            loss = loss + video
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         clip_grad_norm_(self.parameters, self.options.grad_clip)
         self.optimizer.step()
-        self.scheduler.step()
-        self._averaged.update_parameters(self.policy)
-        self.steps += 1
+        return losses
 
     def checkpoint(self) -> Checkpoint:
         """All that a pre-training needs to go on bit for bit."""
@@ -186,11 +237,10 @@ class Smoothed:
         self._share = share
         self._values: dict[str, Tensor] = {}
 
-    def take(self, name: str, loss: Tensor) -> Tensor:
-        """Take in a loss and hand it on."""
-        value = loss.detach()
-        self._values[name] = self._values.get(name, value).lerp(value, self._share)
-        return loss
+    def add(self, losses: TensorDictBase) -> None:
+        """Take in the losses of a step, detached."""
+        for name, value in losses.items():
+            self._values[name] = self._values.get(name, value).lerp(value, self._share)
 
     def read(self) -> dict[str, float]:
         """The means."""

@@ -121,6 +121,7 @@ class EpisodeStore:
             raise ValueError(f"max_episodes must be at least 1, got {max_episodes}")
         self._episodes: deque[TensorDictBase] = deque(maxlen=max_episodes)
         self._flat: _Flat | None = None
+        self._device = torch.device("cpu")
 
     def __len__(self) -> int:
         return len(self._episodes)
@@ -146,6 +147,15 @@ class EpisodeStore:
         self._flat = None
 
     # ---- sampling -----------------------------------------------------------------------------------------------
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pictures, next to which the rest is nothing."""
+        return sum(episode.get("frames").nbytes for episode in self._episodes)
+
+    def sample_on(self, device: torch.device) -> None:
+        """Cut windows on ``device`` from now on, from a copy of the episodes there; the same windows are drawn."""
+        self._device, self._flat = device, None
+
     def _lay_out(self) -> _Flat:
         if self._flat is not None:
             return self._flat
@@ -167,6 +177,7 @@ class EpisodeStore:
             action=(end_action - lengths["actions"])[episode_of] + step,
             last_action=end_action[episode_of] - 1,
         )
+        self._flat = _Flat(*(tensor.to(self._device) for tensor in self._flat))
         return self._flat
 
     @property
@@ -185,10 +196,11 @@ class EpisodeStore:
             video: give ``video`` and ``image_is_pad`` as well, nine times the pixels of the picture.
 
         Returns:
-            Tensordict [B] with the picture ``("observation","image")`` uint8 [B,3,H,W] and ``("observation","state")``
-            [B,8] at the start, ``task_id`` [B,1], ``video`` uint8 [B,9,3,H,W] (steps 0, 4, ..., 32 of the window),
-            ``image_is_pad`` bool [B,9], ``actions`` float32 [B,32,7] and ``action_is_pad`` bool [B,32]. Beyond the
-            episode's end the last frame is repeated; padded actions stand still and keep the last gripper command.
+            Tensordict [B], on the CPU or where :meth:`sample_on` says, with the picture ``("observation","image")``
+            uint8 [B,3,H,W] and ``("observation","state")`` [B,8] at the start, ``task_id`` [B,1], ``video`` uint8
+            [B,9,3,H,W] (steps 0, 4, ..., 32 of the window), ``image_is_pad`` bool [B,9], ``actions`` float32 [B,32,7]
+            and ``action_is_pad`` bool [B,32]. Beyond the episode's end the last frame is repeated; padded actions stand
+            still and keep the last gripper command.
 
         Raises:
             ValueError: the store is empty.
@@ -196,10 +208,10 @@ class EpisodeStore:
         if not self._episodes:
             raise ValueError("cannot sample windows from an empty episode store; add episodes first")
         flat = self._lay_out()
-        chosen = torch.randint(len(flat.frame), (batch_size,), generator=generator)
+        chosen = torch.randint(len(flat.frame), (batch_size,), generator=generator).to(self._device)
         first = flat.frame[chosen]
-        frames = first[:, None] + torch.arange(schema.VIDEO_FRAMES)
-        actions = flat.action[chosen, None] + torch.arange(schema.CHUNK)
+        frames = first[:, None] + torch.arange(schema.VIDEO_FRAMES, device=self._device)
+        actions = flat.action[chosen, None] + torch.arange(schema.CHUNK, device=self._device)
         last_frame, last_action = flat.last_frame[chosen, None], flat.last_action[chosen, None]
         action_is_pad = actions > last_action
         chunk = flat.actions[torch.minimum(actions, last_action)]
