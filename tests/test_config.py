@@ -95,7 +95,8 @@ class TestBadOptions:
             ("algo.self_imitation.discount=1.1", "algo.self_imitation.discount"),
             ("algo.actor_average=-0.1", "algo.actor_average"),
             ("algo.actor_lr_final=-1", "algo.actor_lr_final"),
-            ("demos.start_spread=0.1", "demos.start_spread=0.1 are for env.name=tabletop"),
+            ("demos.start_spread=0.1", "demos.start_spread=0.1 .*are for env.name=tabletop"),
+            ("demos.aligned=0.01", "demos.aligned=0.01 are for env.name=tabletop"),
             ("demos.grasp_offset=[0.01,0]", "demos.grasp_offset.*grasp_variation"),
         ],
     )

@@ -68,6 +68,7 @@ class DemoConfig:
     grasp_offset: list[float] = field(
         default_factory=lambda: [0.0, 0.0]
     )  # a flaw: x and y off the centre, m (tabletop)
+    aligned: float = 0.004  # error at which the expert acts, m: a content one is easier to imitate (tabletop)
     start_spread: float = 0.0  # the gripper starts up to so far off along each axis, m (tabletop)
 
 
@@ -86,6 +87,7 @@ class PretrainConfig:
     grad_clip: float = 1.0
     # of a step: graphs (CUDA graphs; not with action_idm_prob, whose shapes vary), eager, or whichever is possible
     execution: str = "auto"
+    tf32: bool = True  # matrix products on a GPU read their factors as TF32; RL always computes in full float32
     action_idm_prob: float = 0.0  # share of action examples that see the real video; above 0 the policy knows idm mode
     video_cond_noise_prob: float = 0.0  # share of those videos that are noised
     validation: float = 0.05  # share of the demonstrations held out for validation, if there are at least 10

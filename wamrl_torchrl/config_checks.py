@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from wamrl_torchrl.envs.tabletop_expert import ALIGNED
 from wamrl_torchrl.modules.fastwam.config import ACTION_MODES
 from wamrl_torchrl.schema import PLAIN_INIT_STATES, VIDEO_STRIDE
 
@@ -46,11 +47,13 @@ def check_config(config: RunConfig) -> None:
             raise ValueError(f"{name} must be one of {known}, got {value!r}")
     if algo.group_size < 2:
         raise ValueError(f"algo.group_size must be at least 2 (an advantage compares episodes), got {algo.group_size}")
-    offset, spread = list(config.demos.grasp_offset), config.demos.start_spread
-    if env.name == "libero" and (any(offset) or spread):
+    demos = config.demos
+    offset, spread = list(demos.grasp_offset), demos.start_spread
+    if env.name == "libero" and (any(offset) or spread or demos.aligned != ALIGNED):
         raise ValueError(
-            f"demos.grasp_offset={offset} and demos.start_spread={spread:g} are for env.name=tabletop: LIBERO's expert "
-            "chooses its grasps by clearance and varies grasp and approach by demos.grasp_variation"
+            f"demos.grasp_offset={offset}, demos.start_spread={spread:g} and demos.aligned={demos.aligned:g} are for "
+            "env.name=tabletop: LIBERO's expert chooses its grasps by clearance and varies grasp and approach by "
+            "demos.grasp_variation"
         )
     if config.demos.lerobot.path is not None and algo.curriculum.fraction:
         raise ValueError(

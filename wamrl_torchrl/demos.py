@@ -68,7 +68,8 @@ def make_demonstrations(env: LiberoEnv | TableTopEnv, config: RunConfig, console
     if isinstance(env, LiberoEnv):
         options["grasp_variation"] = config.demos.grasp_variation
     else:
-        options |= {"grasp_offset": config.demos.grasp_offset, "start_spread": config.demos.start_spread}
+        demos = config.demos
+        options |= {"grasp_offset": demos.grasp_offset, "start_spread": demos.start_spread, "aligned": demos.aligned}
     found: dict[int, TensorDict] = {}
     with progress_bar(console, "demonstrations", len(episodes)) as advance:
         for row, demonstration in env.iter_demonstrations(episodes, **options):

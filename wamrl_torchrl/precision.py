@@ -1,9 +1,11 @@
-"""Buffers that keep their precision when the model around them is cast."""
+"""Precision: of matrix products, and of buffers that keep theirs when the model around them is cast."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
@@ -17,3 +19,14 @@ class FixedBuffers(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         return super()._apply(lambda buffer: buffer.to(fn(buffer).device), recurse)
+
+
+@contextmanager
+def tf32_products(enabled: bool) -> Iterator[None]:
+    """While it lasts, float32 matrix products on a GPU read their factors as TF32 (10 bits of fraction), or do not."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = enabled
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

@@ -27,6 +27,7 @@ from wamrl_torchrl.learner import iterate_windows
 from wamrl_torchrl.modules.checkpoint import save_policy
 from wamrl_torchrl.modules.policy import FlowPolicy
 from wamrl_torchrl.objectives import ActionSFTLoss, VideoSFTLoss
+from wamrl_torchrl.precision import tf32_products
 from wamrl_torchrl.report import metric_table, progress_bar
 from wamrl_torchrl.validation import Validation, hold_out
 
@@ -196,7 +197,7 @@ def pretrain(config: RunConfig, demos: EpisodeStore, console: Console) -> FlowPo
     logger = CSVLogger(directory.name, log_dir=str(directory.parent))
 
     note = ""
-    with progress_bar(console, "pre-training", options.steps) as advance:
+    with progress_bar(console, "pre-training", options.steps) as advance, tf32_products(options.tf32):
         advance(training.steps, note)
         while training.steps < options.steps:
             training.step()

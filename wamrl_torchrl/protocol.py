@@ -89,12 +89,20 @@ def describe(config: RunConfig, policy: FlowPolicy) -> dict[str, Any]:
 
 
 def _software(env: EnvConfig, policy: FlowPolicy) -> dict[str, str]:
-    found = {name: metadata.version(name) for name in PACKAGES}
+    found = {name: _version(name) for name in PACKAGES}
     if policy.device.type == "cuda":
         found["gpu"] = torch.cuda.get_device_name(policy.device)
     if env.name == "libero":
         load_suite(env.suite)  # refuses other versions than these
         opengl = check_gl(env.render_devices)
         providers = metadata.packages_distributions().get("libero", ["libero"])
-        found |= {**VERSIONS, **{name: metadata.version(name) for name in set(providers)}, opengl.check: opengl.detail}
+        found |= {**VERSIONS, **{name: _version(name) for name in set(providers)}, opengl.check: opengl.detail}
     return found
+
+
+def _version(package: str) -> str:
+    """Its version; a package that runs from its sources, by ``PYTHONPATH`` alone, has none on record."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -165,7 +165,7 @@ class TestPhysics:
     @pytest.mark.parametrize("factor", [0.99, 1.01])
     def test_success_ends_at_the_place_tolerance(self, factor):
         state = states_of(episodes_of(1))
-        spot = state[0, world.GOAL_POSITIONS][:2] + factor * world.PLACE_TOLERANCE * torch.tensor([0.6, -0.8])
+        spot = state[0, world.GOAL_POSITIONS][:2] + factor * world.GOAL_RADIUS * torch.tensor([0.6, -0.8])
         state[0, world.OBJECT_POSITIONS][:2] = spot
         assert world.succeeded(state, torch.tensor([0])).item() == (factor < 1)
 

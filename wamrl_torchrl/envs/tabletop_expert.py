@@ -14,8 +14,8 @@ from wamrl_torchrl.schema import ACTION_DIM
 
 HOVER = 0.08  # tip height on the way to an object or a goal
 ALIGNED = 0.004  # horizontal error, per axis, below which the gripper acts on the object
-NEAR = 0.012  # horizontal error, per axis, below which it goes down
-CLEARANCE = 0.002  # height error below which it closes, or lets go
+NEAR_MARGIN = 0.008  # it goes down from so much further off
+CLEARANCE_MARGIN = 0.002  # it closes, or lets go, at a height error so much smaller
 NOISE_MEMORY = 0.8  # correlation of the noise between two actions
 NOISE_AT_CONTACT = 0.3  # factor on the noise near the object and near the goal, where it would only spoil the demo
 
@@ -39,7 +39,13 @@ def _spread(tip: Tensor, keys: Sequence[Tensor], seed: int, most: float) -> Tens
     return torch.minimum(torch.maximum(tip + shift, low), high)
 
 
-def expert_action(states: Tensor, task_ids: Tensor, *, grasp_offset: Sequence[float] = (0.0, 0.0)) -> Tensor:
+def expert_action(
+    states: Tensor,
+    task_ids: Tensor,
+    *,
+    grasp_offset: Sequence[float] = (0.0, 0.0),
+    aligned: float = ALIGNED,
+) -> Tensor:
     """The expert's action, a function of the present state alone, so that it recovers from any error.
 
     Args:
@@ -48,22 +54,23 @@ def expert_action(states: Tensor, task_ids: Tensor, *, grasp_offset: Sequence[fl
 
     Keyword Args:
         grasp_offset: where it grasps, x and y from the object's centre (m).
+        aligned: horizontal error, per axis, at which it acts on the object (m).
 
     Returns:
         Float32 [M,7]: over the object, down, close, up, over the goal, down, open.
     """
-    tip = states[:, world.POSITION]
+    tip, near = states[:, world.POSITION], aligned + NEAR_MARGIN
     aim, error, holds = _aim(states, task_ids, grasp_offset)
     below = aim[:, 2] - tip[:, 2]
     delta = aim - tip
-    delta[:, 2] = torch.where(error <= NEAR, below, HOVER - tip[:, 2])
+    delta[:, 2] = torch.where(error <= near, below, HOVER - tip[:, 2])
     # Settle over the spot before going down.
-    delta[:, 2] = torch.where((error > ALIGNED) & (error <= NEAR), delta[:, 2].clamp(min=0.0), delta[:, 2])
+    delta[:, 2] = torch.where((error > aligned) & (error <= near), delta[:, 2].clamp(min=0.0), delta[:, 2])
     # Lift before travelling, lest the block be dragged through the others.
-    low = holds & (error > NEAR) & (tip[:, 2] < HOVER - world.POSITION_STEP)
+    low = holds & (error > near) & (tip[:, 2] < HOVER - world.POSITION_STEP)
     delta[:, :2] = torch.where(low[:, None], 0.0, delta[:, :2])
 
-    arrived = (error <= ALIGNED) & (below.abs() <= CLEARANCE)
+    arrived = (error <= aligned) & (below.abs() <= aligned - CLEARANCE_MARGIN)
     # Fingers that met nothing open again until they can meet something; a wrong object is let go.
     closes = torch.where(holds, ~arrived, arrived & (states[:, world.WIDTH] > world.OBJECT_HALF))
     closes &= holds | (states[:, world.HELD] < 0)
@@ -82,6 +89,7 @@ def demonstrate(
     noise: float = 0.0,
     grasp_offset: Sequence[float] = (0.0, 0.0),
     start_spread: float = 0.0,
+    aligned: float = ALIGNED,
     seed: int = 0,
     frame_stride: int = 4,
     render_frames: bool = True,
@@ -100,6 +108,8 @@ def demonstrate(
             succeeds, but whoever imitates it with an error does not: a flaw that reinforcement can correct.
         start_spread: the gripper starts up to so far from where it would, along each axis and within its workspace
             (m), so that whoever imitates the expert knows the way back from anywhere.
+        aligned: horizontal error, per axis, at which the expert acts (m). A policy that cannot see where an exacting
+            expert would act hovers between going on and acting; a content one is easier to imitate.
         seed: of the noise; an episode's noise depends on it and on the episode's five ids alone.
         frame_stride: actions between two frames.
         render_frames: leave ``frames`` out when false.
@@ -111,12 +121,15 @@ def demonstrate(
         ``init_state_id``, ``env_seed`` int64 [1]; ``success`` bool [1].
 
     Raises:
-        ValueError: ``noise`` or ``start_spread`` is negative, ``grasp_offset`` out of reach, or ``frame_stride`` less
-            than 1.
+        ValueError: ``noise`` or ``start_spread`` is negative, ``aligned`` out of range, ``grasp_offset`` out of reach,
+            or ``frame_stride`` less than 1.
     """
     if noise < 0 or start_spread < 0:
         raise ValueError(f"noise and start_spread must not be negative, got {noise} and {start_spread}")
-    reach = [tolerance - ALIGNED for tolerance in world.GRASP_TOLERANCE[:2]]
+    most = min(world.GRASP_TOLERANCE)
+    if not ALIGNED <= aligned < most:
+        raise ValueError(f"aligned must lie in {ALIGNED}..{most} m (excluded), the tolerance of a grasp: got {aligned}")
+    reach = [tolerance - aligned for tolerance in world.GRASP_TOLERANCE[:2]]
     if len(grasp_offset) != 2 or any(abs(part) > most for part, most in zip(grasp_offset, reach, strict=True)):
         raise ValueError(
             f"grasp_offset must be x and y (m) of at most {reach}, or nothing is grasped: got {grasp_offset}"
@@ -131,11 +144,11 @@ def demonstrate(
     state[:, world.POSITION] = _spread(state[:, world.POSITION], keys, seed, start_spread)
     trail, chosen, executed = [state], [], []
     for step in range(max_episode_steps):
-        action = expert_action(state, task_ids, grasp_offset=grasp_offset)
+        action = expert_action(state, task_ids, grasp_offset=grasp_offset, aligned=aligned)
         # Uniform innovations whose stationary standard deviation is `noise`.
         pulse = 2 * world.uniform_hash(torch.tensor(seed), *keys, torch.arange(3 * step, 3 * step + 3)) - 1
         drift = NOISE_MEMORY * drift + (3 * (1 - NOISE_MEMORY**2)) ** 0.5 * noise * pulse
-        near = _aim(state, task_ids, grasp_offset)[1][:, None] <= NEAR
+        near = _aim(state, task_ids, grasp_offset)[1][:, None] <= aligned + NEAR_MARGIN
         taken = action.clone()
         taken[:, :3] = (action[:, :3] + torch.where(near, NOISE_AT_CONTACT * drift, drift).float()).clamp(-1.0, 1.0)
         state = torch.where(success[:, None], state, world.advance(state, taken))

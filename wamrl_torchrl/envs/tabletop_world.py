@@ -30,8 +30,7 @@ WIDTH_STEP = 0.008  # an open gripper meets an object at the third closing actio
 OBJECT_HALF = 0.02  # half the edge of a block: its height of rest, and the finger distance around it
 GRASP_TOLERANCE = (0.02, 0.02, 0.02)  # of the tip from the object's centre when the fingers meet it
 FALL_STEP = 0.04  # drop of a free object per action
-GOAL_RADIUS = 0.045
-PLACE_TOLERANCE = 0.035  # of the object's centre from the goal's: the block must stand on the plate with its core
+GOAL_RADIUS = 0.045  # of a plate; an object lies on it if its centre does
 
 HOME = (0.0, 0.0, 0.18)
 #: Objects stand in the three cells of the near row, goals in two of the three of the far row.
@@ -142,7 +141,7 @@ def succeeded(states: Tensor, task_ids: Tensor) -> Tensor:
     """Bool [M]: the task's object lies on its goal and the gripper, empty, has let it go."""
     item = target_object(states, task_ids)
     offset = item[:, :2] - target_goal(states, task_ids)
-    centred = offset[:, 0] * offset[:, 0] + offset[:, 1] * offset[:, 1] <= PLACE_TOLERANCE * PLACE_TOLERANCE
+    centred = offset[:, 0] * offset[:, 0] + offset[:, 1] * offset[:, 1] <= GOAL_RADIUS * GOAL_RADIUS
     return centred & (item[:, 2] <= OBJECT_HALF) & (states[:, HELD] < 0) & (states[:, WIDTH] > OBJECT_HALF)
 
 
