@@ -67,6 +67,7 @@ class TestBadOptions:
             ("model.actor.kind=head", "kind"),
             ("model.idm.num_steps=0", "num_steps"),
             ("pretrain.action_idm_prob=2", "pretrain.action_idm_prob"),
+            ("pretrain.execution=fast", "pretrain.execution.*'fast'"),
             ("env.name=gridworld", "env.name"),
             ("collector.topology=ring", "collector.topology"),
             ("algo.minibatch_size=0", "algo.minibatch_size"),
@@ -116,6 +117,10 @@ class TestBadOptions:
             (("algo.advantage=gae", "algo.normalize_advantage=true"), "algo.critic.normalize"),
             (("algo.kl_target=0.03", "algo.actor_lr=1"), "algo.actor_lr=1 lies outside algo.lr_range"),
             (("algo.kl_target=0.03", "algo.actor_lr_final=0"), "excludes algo.kl_target"),
+            (
+                ("pretrain.execution=graphs", "pretrain.action_idm_prob=0.1"),
+                "pretrain.execution=graphs with pretrain.action_idm_prob",
+            ),
         ],
     )
     def test_options_that_exclude_each_other(self, overrides, name):

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from tests.conftest import make_stats
 from wamrl_torchrl import evaluate as evaluation
+from wamrl_torchrl import protocol
 from wamrl_torchrl.build import horizon, make_model, make_policy
 from wamrl_torchrl.config import CONFIG_DIR, EnvConfig, RunConfig, check_held_out, parse_config
 from wamrl_torchrl.data.analysis import Rate
@@ -189,6 +190,12 @@ class TestResult:
         }
         for package in ("torch", "torchrl", "wamrl_torchrl"):
             assert result["software"][package] == metadata.version(package)
+
+    def test_software_that_runs_from_its_sources_has_no_version(self, tmp_path, monkeypatch):
+        """Found by PYTHONPATH alone."""
+        monkeypatch.setattr(protocol, "PACKAGES", ("torch", "no-such-package"))
+        config = load(tmp_path)
+        assert describe(config, new_policy(config))["software"]["no-such-package"] == "not installed"
 
     @pytest.mark.libero
     def test_names_the_simulator(self):

@@ -134,6 +134,11 @@ class TestPretrain:
         with pytest.raises(CheckpointError, match="demonstrations=9"):
             pretrain(load(tmp_path / "parts", *options), make_demos(12), quiet)
 
+    def test_graphs_are_refused_without_a_gpu(self, tmp_path):
+        with pytest.raises(ValueError, match=r"pretrain.execution=graphs needs a GPU, device is cpu"):
+            pretrain(load(tmp_path, "pretrain.execution=graphs"), make_demos(10), Console(quiet=True))
+        assert not (tmp_path / "start").exists()
+
     def test_smoothed_means(self):
         seen = Smoothed(share=0.5)
         for value in (1.0, 3.0):

@@ -15,6 +15,14 @@ from wamrl_torchrl.envs.tabletop_render import render
 TASKS = len(TABLETOP_INSTRUCTIONS)
 
 
+def _grasp_errors(demos):
+    """The tip's distance from the held object's centre, x and y, wherever something is held."""
+    states = torch.cat([demo["sim_states"] for demo in demos])
+    held = states[states[:, world.HELD] >= 0]
+    items = held[:, world.OBJECT_POSITIONS].unflatten(-1, (-1, 3))
+    return (held[:, world.POSITION] - items[torch.arange(len(held)), held[:, world.HELD].long()])[:, :2]
+
+
 class TestExpert:
     def test_always_succeeds_without_noise(self):
         env = TableTopEnv(1)
@@ -34,18 +42,29 @@ class TestExpert:
     def test_flawed_grasps_are_where_they_were_asked_for(self, offset):
         demos = TableTopEnv(1).demonstrate(episodes_of(100), grasp_offset=offset, render=False)
         assert all(demo["success"].item() for demo in demos)
-        states = torch.cat([demo["sim_states"] for demo in demos])
-        held = states[states[:, world.HELD] >= 0]
-        items = held[:, world.OBJECT_POSITIONS].unflatten(-1, (-1, 3))[
-            torch.arange(len(held)), held[:, world.HELD].long()
-        ]
-        gap = (held[:, world.POSITION] - items)[:, :2] - torch.tensor(offset, dtype=torch.float64)
+        gap = _grasp_errors(demos) - torch.tensor(offset, dtype=torch.float64)
         assert gap.abs().max() < 0.0041
 
     @pytest.mark.parametrize("offset", [(0.017, 0.0), (0.0,), (0.0, -0.02)])
     def test_refuses_grasps_that_hold_nothing(self, offset):
         with pytest.raises(ValueError, match=r"grasp_offset must be x and y \(m\) of at most \[0.016, 0.016\]"):
             TableTopEnv(1).demonstrate(episodes_of(2), grasp_offset=offset, render=False)
+
+    @pytest.mark.parametrize(("noise", "rate"), [(0.0, 1.0), (0.3, 0.98)])
+    def test_a_content_expert_succeeds(self, noise, rate):
+        demos = TableTopEnv(1).demonstrate(episodes_of(300), noise=noise, aligned=0.01, render=False)
+        assert sum(demo["success"].item() for demo in demos) >= rate * len(demos)
+
+    def test_a_content_expert_acts_from_further_off(self):
+        """It closes the open hand 8 mm beside the block, where the exacting one goes on to the centre."""
+        state, task = above_object(0, offset=(0.008, 0.0, 0.0)), torch.tensor([0])
+        grips = [expert_action(state, task, aligned=aligned)[0, 6].item() for aligned in (0.01, 0.004)]
+        assert grips == [1.0, -1.0]
+
+    @pytest.mark.parametrize("aligned", [0.003, 0.02])
+    def test_refuses_to_act_where_nothing_is_grasped(self, aligned):
+        with pytest.raises(ValueError, match=rf"aligned must lie in 0.004..0.02 m.*got {aligned}"):
+            TableTopEnv(1).demonstrate(episodes_of(2), aligned=aligned, render=False)
 
     def test_starts_are_spread_over_the_workspace(self):
         episodes, spread = episodes_of(200), 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.conftest import make_model, make_policy, make_record, make_states
@@ -9,10 +10,28 @@ from wamrl_torchrl import schema
 from wamrl_torchrl.modules.lora import VideoLoRA, add_video_lora
 from wamrl_torchrl.modules.trainable import ActorTraining, actor_parameters, set_actor_training, video_parameters
 from wamrl_torchrl.objectives import FlowPPOLoss
+from wamrl_torchrl.precision import tf32_products
 
 
 def relative(found, expected) -> float:
     return float(((found - expected).norm() / expected.norm()).detach())
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_tf32_is_for_a_while_and_set_back_after_errors(before, enabled):
+    products, seen = torch.backends.cuda.matmul, []
+
+    def fail():
+        with tf32_products(enabled):
+            seen.append(products.allow_tf32)
+            raise KeyError
+
+    with tf32_products(before):
+        with pytest.raises(KeyError):
+            fail()
+        seen.append(products.allow_tf32)
+    assert seen == [enabled, before]
 
 
 class TestBfloat16:
