@@ -26,7 +26,7 @@ class TableTopEnv(ChunkEnv):
 
     It stands in for LIBERO wherever no simulator is wanted: same keys, same actions, same meaning of the ids. All slots
     advance and are painted together. A good policy needs 3 to 6 chunks of 8 actions; grasping asks for a precision of
-    12 mm, and a missed grasp can be tried again within the horizon. Episodes with the same task, init state, env seed
+    20 mm, and a missed grasp can be tried again within the horizon. Episodes with the same task, init state, env seed
     and actions are equal bit for bit, in any slot and beside any others. See
     :mod:`wamrl_torchrl.envs.tabletop_world` for the layouts and the physics.
 
